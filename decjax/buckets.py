@@ -14,25 +14,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from decjax.typing import PyTree
 
-def is_floating(x: Any) -> bool:
-    """Whether an array is averaged and stepped: floating-point arrays are; counters, masks and keys are not."""
+Array = jax.Array | jax.ShapeDtypeStruct
+
+
+def is_floating(x: Array) -> bool:
+    """Return whether an array is averaged and stepped: floating-point arrays are; counters, masks and keys are not."""
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def wide_dtype(x: Any) -> Any:
-    """The type of arithmetic with an array: float32, or that of the array if it is wider."""
+def wide_dtype(x: Array) -> jnp.dtype:
+    """Return the type of arithmetic with an array: float32, or that of the array if it is wider."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def in_float32(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` over floating-point leaves, all given to `fn` in float32 or wider; other leaves of `tree` are returned unchanged."""
+def in_float32(fn: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Map `fn` over floating-point leaves, which are passed to `fn` in float32 or wider; other leaves of `tree` are returned unchanged."""
     wide = lambda x: x.astype(wide_dtype(x))
     return jax.tree.map(lambda x, *others: fn(wide(x), *map(wide, others)) if is_floating(x) else x, tree, *rest)
 
 
-def of_floating(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`in_float32`, with results rounded once, to the types of `tree`."""
+def of_floating(fn: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Map as `in_float32` does, with results rounded once, to the types of `tree`."""
     return jax.tree.map(lambda new, x: new.astype(x.dtype), in_float32(fn, tree, *rest), tree)
 
 
@@ -60,7 +64,7 @@ class Bucket:
         return self.size * jnp.dtype(self.dtype).itemsize
 
 
-def check(tree: Any) -> None:
+def check(tree: PyTree) -> None:
     """Raise a ValueError for arrays of numbers that cannot be averaged: complex ones, and floats of 8 bits or fewer."""
     for path, x in jax.tree.leaves_with_path(tree):
         dtype = getattr(x, "dtype", None)
@@ -94,7 +98,7 @@ class Layout:
             for bucket in self.buckets
         ]
 
-    def pack(self, tree: Any, *, flat: bool = True, wide: bool = False) -> list[jax.Array]:
+    def pack(self, tree: PyTree, *, flat: bool = True, wide: bool = False) -> list[jax.Array]:
         """The tree's floating-point leaves as one array per bucket.
 
         Args:
@@ -117,7 +121,7 @@ class Layout:
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if wide else x
         return x.reshape(self.num_shards, length // self.num_shards, *rest) if self.num_shards else x
 
-    def unpack(self, arrays: Sequence[jax.Array], like: Any, *, wide: bool = False) -> Any:
+    def unpack(self, arrays: Sequence[jax.Array], like: PyTree, *, wide: bool = False) -> PyTree:
         """The pytree that `pack` made these arrays of, in the dtypes of its leaves; leaves in no bucket are taken from `like`.
 
         With `wide` values keep the dtype of the arrays.
@@ -137,12 +141,12 @@ class Layout:
 
 
 def layout(
-    tree: Any,
+    tree: PyTree,
     *,
     bucket_bytes: int,
     multiple_of: int = 1,
     alone: Sequence[str] = (),
-    matrix: Callable[[Any], tuple[int, int] | None] | None = None,
+    matrix: Callable[[Array], tuple[int, int] | None] | None = None,
     num_shards: int = 0,
 ) -> Layout:
     """The layout of a pytree in buckets of one dtype each, of up to `bucket_bytes`, in leaf order.
@@ -180,7 +184,7 @@ def layout(
     return Layout(treedef, tuple(leaf.shape for leaf in leaves), tuple(buckets), num_shards)
 
 
-def _bucket(indices: list[int], leaves: list[Any], multiple_of: int, shape: tuple[int, ...] | None = None) -> Bucket:
+def _bucket(indices: list[int], leaves: list[Array], multiple_of: int, shape: tuple[int, ...] | None = None) -> Bucket:
     length, *rest = shape or (sum(leaves[i].size for i in indices),)
     padding = -length % multiple_of
     return Bucket(str(leaves[indices[0]].dtype), tuple(indices), (length + padding, *rest), padding)

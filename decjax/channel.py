@@ -1,6 +1,6 @@
 """How arrays travel between workers: along which axis, in which buckets, encoded by which codec.
 
-A channel only describes. `mesh.Axis` sends, and a topology says who sends to whom.
+A Channel is configuration only; `mesh.Axis` performs the sends along the topology's edges.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ from typing import Any
 import jax
 
 from decjax import buckets, codecs, mesh, options
+from decjax.options import Natural
+from decjax.typing import PyTree
 
 
 def check_num_workers(of_topology: int | None, size: int | None) -> None:
@@ -23,46 +25,42 @@ def check_num_workers(of_topology: int | None, size: int | None) -> None:
 @options.checked_class
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """How a pytree travels between workers.
+    """How a pytree travels between workers; configuration only.
 
     Attributes:
         axis: the worker axis, as `Workers.axis`; by default the one over which the function that communicates is mapped.
-        bucket_bytes: arrays are joined to buckets of up to so many bytes, each of which is one message; 0: each array is sent by
-            itself.
-        seed: of all random numbers, such as those of stochastic rounding.
-        alone: arrays whose path ends with one of these have a bucket each. Copies of an array that lie in different trees, as a
+        bucket_bytes: arrays are joined to buckets of up to this many bytes, each of which is one message; 0: each array is sent
+            by itself.
+        seed: PRNG seed, such as for stochastic rounding.
+        alone: arrays whose path ends with one of these have a bucket each. Copies of an array in different trees, as a
             tied embedding in the first and in the last pipeline stage, are then encoded alike.
     """
 
     axis: mesh.Axis = mesh.MAPPED
-    bucket_bytes: int = buckets.BUCKET_BYTES
+    bucket_bytes: Natural = buckets.BUCKET_BYTES
     seed: int = 0
     alone: tuple[str, ...] = ()
 
-    def __post_init__(self):
-        if self.bucket_bytes < 0:
-            raise ValueError(f"Channel: bucket_bytes={self.bucket_bytes} must be at least 0; use 0 to send each array by itself")
-
-    def check(self, tree: Any, num_workers: int | None = None) -> None:
+    def check(self, tree: PyTree, num_workers: int | None = None) -> None:
         """Raise a ValueError if arrays of the tree cannot be averaged, or the axis has another number of workers than a topology."""
         buckets.check(tree)
         check_num_workers(num_workers, self.axis.known_size)
 
     def sent_by(self, stages: Sequence[int]) -> "Channel":
-        """This channel with only these pipeline stages sending; see `mesh.Axis.sent_by`."""
+        """Return this channel with only these pipeline stages sending; see `mesh.Axis.sent_by`."""
         return dataclasses.replace(self, axis=self.axis.sent_by(stages))
 
-    def layout(self, tree: Any, **how: Any) -> buckets.Layout:
-        """The buckets in which a tree travels; `how` are further arguments of `buckets.layout`."""
+    def layout(self, tree: PyTree, **how: Any) -> buckets.Layout:
+        """Return the buckets in which a tree travels; `how` are further arguments of `buckets.layout`."""
         how.setdefault("bucket_bytes", self.bucket_bytes)
         return buckets.layout(tree, **how)
 
     def key(self, count: jax.Array, group_size: int = 1) -> jax.Array:
-        """This worker's random key in step `count`, a function of (seed, worker, count); each `group_size` workers share one."""
+        """Return this worker's random key in step `count`, a function of (seed, worker, count); each `group_size` workers share one."""
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), self.axis.index // group_size), count)
 
     def coded(self, codec: codecs.Codec, group_size: int = 1, multiple_of: int = 1) -> "Coded":
-        """This channel with a codec that encodes its messages; for the arguments see `Coded`."""
+        """Return this channel with a codec that encodes its messages; for the arguments see `Coded`."""
         return Coded(self, codec, group_size, multiple_of)
 
 
@@ -78,8 +76,8 @@ class Coded:
     group_size: int = 1  # L, members of a node; each sends 1/L of a bucket
     multiple_of: int = 1  # buckets are padded to a multiple of this many values
 
-    def layout(self, tree: Any) -> buckets.Layout:
-        """The buckets of a pytree; with a codec of matrices, each array has a bucket of its own.
+    def layout(self, tree: PyTree) -> buckets.Layout:
+        """Return the buckets of a pytree; with a codec of matrices, each array has a bucket of its own.
 
         Raises:
             ValueError: if the encoded messages are not smaller than the arrays.
@@ -95,7 +93,7 @@ class Coded:
         return layout
 
     def codecs(self, layout: buckets.Layout) -> list[codecs.Codec]:
-        """The codec of each bucket. Buckets are vectors; a codec of matrices is wrapped to see the array that one was made of."""
+        """Return the codec of each bucket. Buckets are vectors; a codec of matrices is wrapped to encode the array in the bucket."""
         if not self.codec.matrix:
             return [self.codec] * len(layout.buckets)
 
@@ -106,16 +104,16 @@ class Coded:
         return [of_array(bucket) for bucket in layout.buckets]
 
     def num_bytes(self, layout: buckets.Layout) -> int:
-        """Bytes of one worker's messages, all buckets together."""
+        """Return the bytes of one worker's messages, all buckets together."""
         return sum(
             codec.num_bytes((bucket.size // self.group_size,), codecs.working_dtype(bucket.dtype))
             for codec, bucket in zip(self.codecs(layout), layout.buckets)
         )
 
     def init(self, layout: buckets.Layout, shares: Sequence[jax.Array]) -> tuple:
-        """The initial codec state of each bucket, for this worker's shares of them."""
+        """Return the initial codec state of each bucket, for this worker's shares of them."""
         return tuple(codec.init(x.shape, x.dtype) for codec, x in zip(self.codecs(layout), shares, strict=True))
 
     def key(self, count: jax.Array, position: int) -> jax.Array | None:
-        """The random key that encodes the message at a position in step `count`; None for a codec that draws nothing."""
+        """Return the random key that encodes the message at a position in step `count`; None for a codec without random numbers."""
         return jax.random.fold_in(self.channel.key(count, self.group_size), position) if self.codec.random else None

@@ -25,6 +25,7 @@ import functools
 import importlib
 import inspect
 import math
+import operator
 import os
 import pkgutil
 import re
@@ -202,7 +203,7 @@ class Part:
 
     def __init_subclass__(cls, *, kind: str = "", name: str = "", **others: Any) -> None:
         super().__init_subclass__(**others)
-        cls.kind, cls.name = kind or cls.kind, name or vars(cls).get("name", "")
+        cls.kind, cls.name = kind or cls.kind, name or cls.name
         dataclasses.dataclass(frozen=True, kw_only=bool(name))(cls)
         if name:
             check = lambda result, arguments: arguments["self"].check_requirements()
@@ -219,6 +220,11 @@ class Part:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}" if self.name else f"this {self.kind}"
+
+
+def of_field(path: str) -> Any:
+    """Return a property that is an attribute of a field, as "codec.name", for parts that wrap another one."""
+    return property(operator.attrgetter(path))
 
 
 def _class_traits(cls: type[Part]) -> dict[str, Any]:

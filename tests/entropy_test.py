@@ -43,7 +43,7 @@ def test_estimate_of_a_message_is_below_its_width():
 
 @pytest.mark.parametrize("options", [dict(step=0.0), dict(step=1.0, scale=0.0), dict(step=1.0, scale=np.array([1.0, -1.0]))])
 def test_impossible_scales_are_refused(options):
-    with pytest.raises(ValueError, match="must be above 0"):
+    with pytest.raises(ValueError, match="must be more than 0"):
         entropy.gaussian_bits(np.zeros(2), **options)
 
 

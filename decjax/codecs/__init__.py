@@ -1,16 +1,6 @@
 """Message formats: codecs that encode an array as a smaller message, and decode it. `Codec` says what a codec is.
 
-    cast       identity, bfloat16, float16, float8_e4m3, float8_e5m2    narrower floats
-    blocks     int8, int4, int2, integers, qsgd, ternary                whole numbers and a scale per block
-    bitwise    sign, scaled_sign, natural                               1 bit or 9 bits a value
-    sparse     topk, block_topk, randomk, threshold                     a few values and their positions
-    low_rank   low_rank                                                 two thin matrices
-    dct        dct                                                      the largest cosine coefficients of each chunk
-    zfp        zfp                                                      4 to 24 bits a value, for smooth arrays
-    bounded    bounded                                                  a bound e on the error of each value
-
-x is an array, x̂ what is decoded from its message. `feedback` adds to any codec a memory of what its messages lost; `bits` packs
-numbers of few bits into bytes.
+`feedback` adds to any codec a memory of what its messages lost; `bits` packs numbers of few bits into bytes.
 """
 
 import functools

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from decjax import registry
-from decjax.registry import Requirement
+from decjax.registry import Requirement, of_field
 from decjax.typing import DType, PyTree, Shape
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -100,33 +100,19 @@ class WrappedCodec(Codec):
 
     codec: Codec
 
-    def __post_init__(self):
-        self._derive(**{name: getattr(self.codec, name) for name in ("name", "linear", "random", "matrix", "state_key")})
-
-    def encode(self, x, state, key):
-        return self.codec.encode(x, state, key)
-
-    def decode(self, message, shape, dtype):
-        return self.codec.decode(message, shape, dtype)
-
-    def num_bytes(self, shape, dtype):
-        return self.codec.num_bytes(shape, dtype)
-
-    def init(self, shape, dtype):
-        return self.codec.init(shape, dtype)
-
-    def advance(self, state, message):
-        return self.codec.advance(state, message)
-
-    def delta(self, shape):
-        return self.codec.delta(shape)
-
-    def omega(self, size):
-        return self.codec.omega(size)
-
-    @property
-    def static_bytes(self):
-        return self.codec.static_bytes
+    name = of_field("codec.name")
+    linear = of_field("codec.linear")
+    random = of_field("codec.random")
+    matrix = of_field("codec.matrix")
+    state_key = of_field("codec.state_key")
+    static_bytes = of_field("codec.static_bytes")
+    encode = of_field("codec.encode")
+    decode = of_field("codec.decode")
+    num_bytes = of_field("codec.num_bytes")
+    init = of_field("codec.init")
+    advance = of_field("codec.advance")
+    delta = of_field("codec.delta")
+    omega = of_field("codec.omega")
 
 
 class OfValues(Codec):

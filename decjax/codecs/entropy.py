@@ -6,17 +6,23 @@ A value that is Gaussian with mean μ and scale σ, rounded to multiples q of a 
 
 and an ideal coder that knows μ and σ spends −log₂ p(q) bits on it: the rate that FCGS trains its models with (arXiv 2410.08017,
 section 3), after Ballé et al. 2017. JAX has no entropy coder that runs inside a program, so messages have their fixed widths, and these
-figures stand apart from the bytes that `Codec.num_bytes` declares.
+figures are separate from the bytes that `Codec.num_bytes` declares.
 """
 
 import numpy as np
 from scipy import special
 
+from decjax import options
+from decjax.options import Positive, Range, check_range
+
 LEAST = 2.0**-32  # probability of a cell: far tails cost 32 bits
 
 
-def gaussian_bits(levels: np.ndarray, step: float, mean: np.ndarray | float = 0.0, scale: np.ndarray | float = 1.0) -> np.ndarray:
-    """Bits of each value.
+@options.checked
+def gaussian_bits(
+    levels: np.ndarray, step: Positive, mean: np.ndarray | float = 0.0, scale: np.ndarray | float = 1.0
+) -> np.ndarray:
+    """Return the bits of each value.
 
     Args:
         levels: q, whole numbers.
@@ -24,24 +30,21 @@ def gaussian_bits(levels: np.ndarray, step: float, mean: np.ndarray | float = 0.
         mean: μ, one number or an array of the shape of the levels.
         scale: σ, likewise.
 
-    Raises:
-        ValueError: for a step or a scale that is not positive.
     """
-    if not step > 0 or not np.all(np.asarray(scale) > 0):
-        raise ValueError(f"step={step}, smallest scale={np.min(scale)}: both must be above 0")
+    check_range("smallest scale", float(np.min(scale)), Range(0, above=True))
     low, high = ((np.abs(levels * step - mean) + side * step / 2) / scale for side in (-1, 1))
     return -np.log2(np.maximum(special.ndtr(-low) - special.ndtr(-high), LEAST))  # Of the lower tail, where differences are exact.
 
 
 def empirical_bits(levels: np.ndarray) -> float:
-    """The entropy of the levels' frequencies, bits a value: what a coder spends that knows these and nothing else."""
+    """Return the entropy of the levels' frequencies, in bits a value: what a coder spends that has only these frequencies."""
     _, counts = np.unique(levels, return_counts=True)
     share = counts / counts.sum()
     return float(-(share * np.log2(share)).sum())
 
 
 def lossless_bits(x: np.ndarray) -> float:
-    """Bits of each floating-point value behind a lossless coder that knows how frequent each byte is at each place of a value.
+    """Return the bits of each floating-point value behind a lossless coder that has the frequency of each byte at each place of a value.
 
         Σ_b H(byte b),   b the bytes of a value: sign and exponent first, whose entropy is small; the last are nearly noise
 

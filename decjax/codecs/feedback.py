@@ -1,12 +1,7 @@
 """Error feedback: what a message loses is remembered and added to later messages.
 
-    residual    c = C(γe + g);   e <- γe + g − ĉ                        ĝ = ĉ     γ = 1; with γ < 1 DeMo's momentum
-    momentum    v <- βv + g;     c = C(e + v);   e <- e + v − ĉ         ĝ = ĉ
-    ef21        v <- βv + (1−β)g;   c = C(v − h);   h <- h + ĉ          ĝ = h     both ends hold h; β = 0: v = g
-    none        c = C(g)                                                ĝ = ĉ     for unbiased C
-
-g is the gradient, c the message, ĉ what is decoded from it, and ĝ what receivers use as g. With γ = 1, Σ ĉ + e_T = Σ g up to
-rounding. The first three work with any contractive codec C; `Contracted` makes an unbiased codec contractive.
+g is the gradient, c the message, ĉ what is decoded from it, and ĝ what receivers use as g: ĉ itself, or with EF21 h. With γ = 1,
+Σ ĉ + e_T = Σ g up to rounding. All memories work with any contractive codec C; `Contracted` makes an unbiased codec contractive.
 
 A gradient or message that is not finite leaves all memory unchanged, at the sender and, for h, at every receiver too.
 

@@ -84,7 +84,7 @@ def _num_groups(size: int, group: int) -> int:
 
 
 class Sparse(OfValues):
-    """Base of sparse codecs."""
+    """Base of sparse codecs; a subclass defines how many values it sends and which."""
 
     @abc.abstractmethod
     def count(self, size: int) -> int:
@@ -92,19 +92,18 @@ class Sparse(OfValues):
 
     @abc.abstractmethod
     def select(self, x_P: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Return the values that are sent, and what `positions` computes their positions from."""
-
-    @abc.abstractmethod
-    def positions(self, where: jax.Array, size: int) -> jax.Array:
-        """Return the positions of the values."""
-
-    @abc.abstractmethod
-    def index_bytes(self, size: int) -> int:
-        """Return the bytes of `where`."""
+        """Return the values that are sent, and `where`, from which `positions(where, size)` computes their positions."""
 
     @abc.abstractmethod
     def kept(self, size: int) -> float | None:
         """Return the fraction of the energy that the values have at least; None if it is not bounded."""
+
+    def positions(self, where: jax.Array, size: int) -> jax.Array:
+        return where.astype(jnp.int32)
+
+    def index_bytes(self, size: int) -> int:
+        """Return the bytes of `where`."""
+        return self.count(size) * bits.index_dtype(size).itemsize
 
     def encode(self, x, state, key):
         chosen_k, where = self.select(x.ravel(), key)
@@ -143,12 +142,6 @@ class _Largest(Sparse):
 
     def _cut(self, sent_k: jax.Array, x_P: jax.Array) -> jax.Array:
         return sent_k
-
-    def positions(self, where, size):
-        return where.astype(jnp.int32)
-
-    def index_bytes(self, size):
-        return self.count(size) * bits.index_dtype(size).itemsize
 
 
 class Topk(_Largest, name="topk"):

@@ -1,18 +1,7 @@
-"""Averaging gradients over all workers.
+"""Averages of gradients over all workers: reducers, and wrappers of them. `Reducer` says what a reducer is.
 
-    mean          g_i <- (1/N) Σ_j g_j, a ring all-reduce of the gradient in a few flat buckets
-    powersgd      the mean of rank-R approximations, with error feedback
-    coded         the mean of messages of any codec, with error feedback; DeMo and SparseLoCo are special cases
-
-Wrappers of any of them:
-
-    start_at      another reducer for the first steps
-    first_stages  another reducer for the last stages of a pipeline
-    every         averages in every H-th step; in between nothing is sent
-
-`Reducer` says what a reducer is, `decjax.reduce.messages` how encoded messages are averaged. All have a field `channel`, how
-gradients travel. Each worker remembers what its own messages lose, so that errors stay bounded; a memory of the error of the *average*
-would grow as a random walk.
+Each worker remembers what its own messages lose, so that errors stay bounded; a memory of the error of the *average* would grow as a
+random walk.
 """
 
 from decjax.reduce.coded import CodedMean as coded

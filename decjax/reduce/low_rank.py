@@ -81,14 +81,13 @@ class Factored(Reducer):
     def _first(self, shape: Shape, position: int, dtype: DType) -> jax.Array:
         return first_factor(shape, self.channel.seed, position, dtype)
 
-
-def message_bytes(plan: Plan, params: PyTree, num_workers: int, sides: Sequence[int], wire_dtype: DType | None) -> np.ndarray:
-    """Return the bytes, (N,), that each worker sends in a message of factors per side (0: I×R, 1: J×R), and one of the other arrays."""
-    wire = None if wire_dtype == plan.dtype else wire_dtype
-    leaves = jax.tree.leaves(params)
-    messages = [(sum(view[side] * view[2] for view in plan.matrices.values()), wire) for side in sides]
-    messages.append((sum(leaves[i].size for i in plan.dense), None))
-    return np.full(num_workers, sum(mesh.mean_bytes(size, plan.dtype, num_workers, wire) for size, wire in messages))
+    def _message_bytes(self, params: PyTree, num_workers: int, sides: Sequence[int]) -> np.ndarray:
+        """Return the bytes, (N,), that each worker sends in a message of factors per side (0: I×R, 1: J×R), and one of the others."""
+        plan, leaves = self._plan(params), jax.tree.leaves(params)
+        wire = None if self._wire == plan.dtype else self._wire
+        messages = [(sum(view[side] * view[2] for view in plan.matrices.values()), wire) for side in sides]
+        messages.append((sum(leaves[i].size for i in plan.dense), None))
+        return np.full(num_workers, sum(mesh.mean_bytes(size, plan.dtype, num_workers, wire) for size, wire in messages))
 
 
 def first_factor(shape: Shape, seed: int, i: int, dtype: DType) -> jax.Array:

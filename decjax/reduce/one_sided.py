@@ -104,8 +104,7 @@ class OneSided(low_rank.Factored, name="powersgd_one_sided"):
         return bases, [x.astype(self._wire or plan.dtype).astype(plan.dtype) for x in own]
 
     def num_bytes(self, params, num_workers, phase=0):
-        sides = [turn % 2 for turn in self._turns(phase)]
-        return low_rank.message_bytes(self._plan(params), params, num_workers, sides, self._wire)
+        return self._message_bytes(params, num_workers, [turn % 2 for turn in self._turns(phase)])
 
 
 def _spread(factor: jax.Array, basis: jax.Array, side: int) -> jax.Array:

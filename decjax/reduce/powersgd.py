@@ -87,4 +87,4 @@ class PowerSGD(low_rank.Factored, name="powersgd"):
         return treedef.unflatten(leaves), PowerSGDState(error, factor)
 
     def num_bytes(self, params, num_workers, phase=0):
-        return low_rank.message_bytes(self._plan(params), params, num_workers, [0, 1], self._wire)
+        return self._message_bytes(params, num_workers, [0, 1])

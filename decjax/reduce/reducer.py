@@ -12,6 +12,7 @@ import numpy as np
 from decjax import mesh, options, phases, registry
 from decjax.channel import Channel
 from decjax.options import Count, Natural
+from decjax.registry import of_field
 from decjax.typing import PyTree
 
 SILENT = -1
@@ -80,8 +81,10 @@ class WrappedReducer(Reducer):
     _: dataclasses.KW_ONLY
     reducer: Reducer
 
-    def init(self, params):
-        return self.reducer.init(params)
+    init = of_field("reducer.init")
+    phase = of_field("reducer.phase")
+    phases = of_field("reducer.phases")
+    usage = of_field("reducer.usage")
 
     def reduce(self, grads, state, phase=None):
         return self.reducer.reduce(grads, state, self._due(phase))
@@ -89,24 +92,27 @@ class WrappedReducer(Reducer):
     def num_bytes(self, params, num_workers, phase=None):
         return self.reducer.num_bytes(params, num_workers, self._due(phase))
 
+    @property
+    def between_steps(self):
+        hook_of = self.reducer.between_steps
+
+        def number_of(number: StepNumber, step: int) -> int | None:
+            own = number(step)
+            return None if own is None else self._number(own)
+
+        return hook_of and (lambda workers, number: self._hook(hook_of(workers, functools.partial(number_of, number))))
+
+    def _number(self, number: int) -> int | None:
+        """Return the number of a step for the wrapped reducer, None if it does not average in it."""
+        return number
+
+    def _hook(self, hook: Hook) -> Hook:
+        """Return the hook of the wrapped reducer for a state of this one."""
+        return hook
+
     def _due(self, phase: int | None) -> int | None:
         """Return the phase, or for None the last one, unless the state decides."""
         return self.reducer.phases[-1] if phase is None and not self.reducer.usage else phase
-
-    @property
-    def phases(self):
-        return self.reducer.phases
-
-    def phase(self, step):
-        return self.reducer.phase(step)
-
-    @property
-    def usage(self):
-        return self.reducer.usage
-
-    @property
-    def between_steps(self):
-        return self.reducer.between_steps
 
 
 def due_phase(reducer: Reducer, phase: int | None) -> int | None:
@@ -188,19 +194,18 @@ class _StartAt(WrappedReducer):
 
     @property
     def usage(self):
-        counts = self.reducer.usage
-        return counts and (lambda state: jnp.pad(counts(state[1]), (1, 0)))
+        return _after_one(self.reducer.usage, lambda state: state[1])
 
-    @property
-    def between_steps(self):
-        own = self.reducer.between_steps
+    def _number(self, number):
+        return number - self.start if number >= self.start else None
 
-        def hook_of(workers, number):
-            assert own is not None
-            hook = own(workers, lambda step: None if (n := number(step)) is None or n < self.start else n - self.start)
-            return lambda state, loss_N, step: (state[0], hook(state[1], loss_N, step))
+    def _hook(self, hook):
+        return lambda state, loss_N, step: (state[0], hook(state[1], loss_N, step))
 
-        return own and hook_of
+
+def _after_one(counts: Callable | None, own_state: Callable[[PyTree], PyTree] = lambda state: state) -> Callable | None:
+    """Return the `usage` of a wrapper that has one more phase, the first, whose steps are not counted."""
+    return counts and (lambda state: jnp.pad(counts(own_state(state)), (1, 0)))
 
 
 def first_stages(
@@ -284,15 +289,7 @@ class _Every(WrappedReducer):
 
     @property
     def usage(self):
-        counts = self.reducer.usage
-        return counts and (lambda state: jnp.pad(counts(state), (1, 0)))
+        return _after_one(self.reducer.usage)
 
-    @property
-    def between_steps(self):
-        own = self.reducer.between_steps
-
-        def number_of(number: StepNumber, step: int) -> int | None:
-            n = number(step)
-            return None if n is None or (n + 1) % self.period else n // self.period
-
-        return own and (lambda workers, number: own(workers, functools.partial(number_of, number)))
+    def _number(self, number):
+        return None if (number + 1) % self.period else number // self.period
