@@ -143,7 +143,7 @@ def _choose(
     if "mixer" in chooses:
         names.setdefault("mixer", _trait("method", method, "mixer") or defaults.get("mixer", "exact"))
         config.mixer = parts.choose("mixer", names["mixer"])
-        graph = _trait("mixer", names["mixer"], "topology") or _trait("method", method, "topology")
+        graph = _trait("mixer", names["mixer"], "graph") or _trait("method", method, "topology")
         config.topology = given.get("topology", graph or defaults.get("topology", "one_peer_exponential"))
         order = _trait("mixer", names["mixer"], "order")
     smoke = given.get("smoke") and "reducer" in chooses

@@ -177,7 +177,7 @@ def test_sections_take_call_forms_and_refuse_other_options():
         name="choco", codec="int4", gamma=0.5, rounds=1
     )
     assert "name" not in parts.section("task", "lm", sample_bytes=3)
-    with pytest.raises(ValueError, match="mixer 'choco' has no option 'rank'; use codec, gamma, rounds"):
+    with pytest.raises(ValueError, match="mixer 'choco' has no option 'rank'; use codec, rounds, gamma"):
         parts.section("mixer", "choco", rank=3)
 
 

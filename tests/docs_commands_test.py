@@ -178,7 +178,7 @@ def word_faults(module: str, words: list[str], values: dict[str, str]) -> list[s
     """What is wrong with arguments that are no flags."""
     if module == "experiments.compare" or any(map(is_left_open, words)) or any("[" in word for word in words):
         return []
-    if module == "launch.parts":
+    if module == "launch.parts" and words != ["config"]:
         try:
             named = registry.names(words[0]) if words else ()
             return [f"{words[0]} has no {word}" for word in words[1:] if word not in named]

@@ -102,10 +102,10 @@ def test_keys_of_the_language_model_follow_the_size():
     assert (config.model.width, config.pipeline.fused_embedding, config.reducer.stages, config.steps) == (3072, False, "auto", 50)
     schedule = gpt_optimus.get_config().schedule
     assert schedule.learning_rate * schedule.final_fraction == pytest.approx(1e-5)
-    with pytest.raises(ValueError, match="size='huge': use one of 2.5b, 8.3b, tiny"):
+    with pytest.raises(ValueError, match="size='huge' is unknown; use one of 2.5b, 8.3b, tiny"):
         gpt_optimus.get_config("size=huge")
 
 
 def test_a_smoke_run_of_the_tiny_one_compresses_what_its_narrower_stages_send():
     spec = spec_of(gpt_optimus.get_config("size=tiny,smoke"))
-    assert spec.boundary["backward"] == "low_rank(rank=4)" and spec.model.options["width"] == 16
+    assert spec.boundary.backward == "low_rank(rank=4)" and spec.model.options["width"] == 16

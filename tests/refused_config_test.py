@@ -80,7 +80,7 @@ def test_a_mixer_with_a_weight_of_its_own_is_not_damped():
             "mixer 'beer' needs a static graph, got topology 'one_peer_exponential'",
         ),
         ("mixer=choco,codec=int8,topology=random_digraph", "or mixer 'push_sum'"),
-        ("stale", "stale=True changes nothing with method 'decentralized' and mixer 'exact'; leave it out"),
+        ("stale", "stale=True changes nothing with method 'decentralized'; leave it out"),
         ("method=allreduce,codec=int8", "codec=int8 changes nothing with method 'allreduce' and reducer 'mean'"),
         ("topology=complete,codec=int8", "needs messages between nodes for its codec, .* got topology 'complete'"),
         (
