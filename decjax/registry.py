@@ -54,6 +54,7 @@ KINDS = {
     "task": Kind(("model",), "decjax.tasks"),
     "model": Kind(("divide", "product"), "decjax.models"),
     "source": Kind(("task", "axis", "num_workers", "batch_size", "clips"), "decjax.pipeline"),
+    "product": Kind((), "decjax.models"),
     "method": Kind(
         ("inner", "mixer", "reducer", "num_workers", "learning_rate", "share", "clip", "norm", "channel", "units"), "decjax.optim"
     ),

@@ -14,9 +14,8 @@ import optax
 from decjax import gossip, mesh, optim, reduce, registry, topology
 from decjax.channel import Channel
 from decjax.codecs import entropy
-from decjax.contrib import placement
+from decjax.contrib import compress, placement
 from decjax.contrib.gravac import gravac
-from decjax.models import compress
 from decjax.optim import subnetworks as subnetworks_lib
 from experiments import dssfn, trials
 

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 
 from decjax import models
-from decjax.models import features
+from decjax.contrib.clicks import dlrm
+from decjax.contrib.compress import features
 from decjax.pipeline import autoencoder
 from decjax.principal import principal
 
@@ -29,7 +30,7 @@ def boundary_autoencoder(smoke: bool) -> float:
 def low_rank_clicks(smoke: bool) -> float:
     """The largest relative difference, over layers and tables of a DLRM, of what outputs lose at half the rank from the sum of discarded
     eigenvalues; inf unless outputs are exact in all of their directions, to 1e-5 of the largest."""
-    model, M = models.dlrm(width=8, hidden=16)(4, (50, 20, 5)), 256 if smoke else 4096
+    model, M = dlrm(width=8, hidden=16)(4, (50, 20, 5)), 256 if smoke else 4096
     params = jax.tree.map(np.asarray, jax.jit(model.init)(jax.random.key(0)))
     numbers_MxF = jax.random.normal(jax.random.key(1), (M, 4))
     indices_MxT = jax.random.randint(jax.random.key(2), (M, 3), 0, jax.numpy.array((50, 20, 5)))

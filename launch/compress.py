@@ -5,7 +5,7 @@
     python -m launch.compress --workdir=runs/clicks '--forms=low_rank(fraction=0.25);principal(fraction=0.25)' --out=losses.json
 
 Averages the workers of the newest checkpoint and evaluates the average on all validation data, uncompressed and in every form
-(`decjax.models.compress`). Nothing is trained, and the run is not changed. The form `principal` needs the outputs of layers for
+(`decjax.contrib.compress`). Nothing is trained, and the run is not changed. The form `principal` needs the outputs of layers for
 training examples, which the task clicks has.
 """
 
@@ -22,7 +22,7 @@ import rich.table
 
 from decjax import config as parts
 from decjax import files, train
-from decjax.models import compress
+from decjax.contrib import compress
 from decjax.train import checkpoint
 from launch import command
 
@@ -62,9 +62,9 @@ def load(workdir: pathlib.Path) -> tuple[train.Trainer, train.State, int]:
 
 def outputs(trainer: train.Trainer, model: tuple[Mapping, Mapping]) -> dict[str, np.ndarray] | None:
     """Return the outputs of layers for training examples of all workers; None if the task has none."""
-    if not (compute := trainer.setup.task.outputs):
+    if not isinstance(trainer.setup.task, compress.HasOutputs):
         return None
-    spec, of_batch = trainer.spec, jax.jit(compute)
+    spec, of_batch = trainer.spec, jax.jit(trainer.setup.task.outputs)
     batches = (trainer.data.batch(k % spec.workers, k // spec.workers) for k in range(-(-SAMPLED // spec.batch_per_worker)))
     outputs_of = [jax.tree.map(np.asarray, of_batch(*model, batch)) for batch in batches]
     return {name: np.concatenate([values[name] for values in outputs_of]) for name in outputs_of[0]}
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
     for form in forms:
         compress.make(form)  # Refused before anything is loaded.
     trainer, state, step = load(pathlib.Path(_WORKDIR.value or ""))
-    defaults = [*compress.EXAMPLES, *([compress.OF_OUTPUTS] if trainer.setup.task.outputs else [])]
+    defaults = [*compress.EXAMPLES, *([compress.OF_OUTPUTS] if isinstance(trainer.setup.task, compress.HasOutputs) else [])]
     results = measure(trainer, state, forms or defaults)
     if _OUT.value:
         rows = {form: {"bytes": num_bytes, **metrics} for form, (num_bytes, metrics) in results.items()}

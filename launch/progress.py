@@ -96,6 +96,6 @@ class Progress(train.Tracker):
 def of_run(run: train.Run) -> Progress:
     """Return the progress of a run, after printing its title."""
     task = run.trainer.setup.task
-    progress = Progress(run.start, run.spec.steps, task.item, task.metrics["loss"].unit)
+    progress = Progress(run.start, run.spec.steps, task.item, task.metrics["loss"])
     progress.say("\n".join(filter(None, (run.title(), run.note))))
     return progress

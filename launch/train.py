@@ -138,7 +138,7 @@ def report(outcome: train.Outcome, task: tasks.Task) -> None:
     limit = summary.get("corpus_order1_entropy")
     print(
         f"averaged model after {summary['steps']} steps and {summary['time_s']:.0f} s: "
-        + ", ".join(_metric(summary, name, metric) for name, metric in task.metrics.items())
+        + ", ".join(_metric(summary, name, unit) for name, unit in task.metrics.items())
         + "".join(f", {name} {summary[f'eval_{name}']:.2f}" for name in task.scores if f"eval_{name}" in summary)
         + (f" (a bigram model's limit: {limit:.2f})" if limit else "")
         + f"; {_size(summary['bytes_per_step_per_worker'])} sent per worker and step"
@@ -147,10 +147,10 @@ def report(outcome: train.Outcome, task: tasks.Task) -> None:
         print(command.printable(outcome.shown))
 
 
-def _metric(summary: dict, name: str, metric: tasks.Metric) -> str:
+def _metric(summary: dict, name: str, unit: str) -> str:
     """Format a metric: "loss 0.9709 nats/byte (single workers 0.9810 to 0.9902)"."""
     low, high = summary[f"local_eval_{name}_min"], summary[f"local_eval_{name}_max"]
-    return f"{name} {summary[f'eval_{name}']:.4f}{f' {metric.unit}' * bool(metric.unit)} (single workers {low:.4f} to {high:.4f})"
+    return f"{name} {summary[f'eval_{name}']:.4f}{f' {unit}' * bool(unit)} (single workers {low:.4f} to {high:.4f})"
 
 
 def _size(num_bytes: float) -> str:

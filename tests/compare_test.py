@@ -101,7 +101,7 @@ def test_runs_of_different_tasks_are_not_compared(tmp_path):
 @pytest.mark.parametrize("name", ["lm", "gpt", "digits", "quadratics", "translation"])
 def test_the_unit_of_a_loss_is_that_of_the_task(name, tmp_path):
     spec = parts.resolve(importlib.import_module(f"configs.{name}").get_config(""))
-    unit = spec.setup.task.metrics["loss"].unit
+    unit = spec.setup.task.metrics["loss"]
     assert compare.loss_unit([compare.Record(tmp_path, compare.flatten(spec.document), [], [], None)]) == unit
 
 

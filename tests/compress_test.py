@@ -1,4 +1,4 @@
-"""decjax.models.compress and launch.compress: each form against its definition, bytes, losses of a run, mistakes in one line."""
+"""decjax.contrib.compress and launch.compress: each form against its definition, bytes, losses of a run, mistakes in one line."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 from configs import lm
 from decjax import config
-from decjax.models import compress
+from decjax.contrib import compress
 from tests import commands
 
 RNG = np.random.default_rng(0)
@@ -95,16 +95,16 @@ def test_runs_that_could_not_be_simulated_are_read(argument, tmp_path):
     "arguments, problem",
     [
         (("--workdir=none",), "holds no run"),
-        (("--workdir=none", "--forms=zip"), "form 'zip' is unknown"),
-        (("--workdir=none", "--forms=prune"), "write it as 'prune(fraction=0.5)'"),
-        (("--workdir=none", "--forms=int8(fraction=1)"), "write it as 'int8'"),
-        (("--workdir=none", "--forms=low_rank(fraction=0)"), "above 0 for a rank"),
-        (("--workdir=none", "--forms=principal"), "write it as 'principal(fraction=0.5)'"),
-        (("--workdir=none", "--forms=principal(fraction=0)"), "above 0 for a rank"),
-        (("--workdir=none", "--forms=principal(fraction=0.5,centred=2)"), "centred=2 must be true or false"),
-        (("--workdir=none", "--forms=low_rank(fraction=0.5,centred=true)"), "write it as 'low_rank(fraction=0.5)'"),
-        (("--workdir=none", "--forms=principal(fraction=1.5)"), "fraction=1.5 must be from 0 to 1"),
-        (("--workdir=none", "--forms=prune(fraction=x)"), "fraction=x must be"),
+        (("--workdir=none", "--forms=zip"), "form='zip' is unknown"),
+        (("--workdir=none", "--forms=prune"), "use 'prune(fraction=0.5)'"),
+        (("--workdir=none", "--forms=int8(fraction=1)"), "has no option 'fraction'"),
+        (("--workdir=none", "--forms=low_rank(fraction=0)"), "fraction=0 must be more than 0"),
+        (("--workdir=none", "--forms=principal"), "use 'principal(fraction=0.5)'"),
+        (("--workdir=none", "--forms=principal(fraction=0)"), "fraction=0 must be more than 0"),
+        (("--workdir=none", "--forms=principal(fraction=0.5,centred=2)"), "centred=2 must be True or False"),
+        (("--workdir=none", "--forms=low_rank(fraction=0.5,centred=true)"), "has no option 'centred'; use fraction"),
+        (("--workdir=none", "--forms=principal(fraction=1.5)"), "fraction=1.5 must be more than 0 and at most 1"),
+        (("--workdir=none", "--forms=prune(fraction=x)"), "fraction='x' must be a number"),
         (("--workdir=none", "--out=none/found.json"), "out='none/found.json' cannot be written"),
         ((), "--workdir is missing"),
     ],

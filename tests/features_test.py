@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from decjax import models
-from decjax.models import compress, features
+from decjax.contrib import compress
+from decjax.contrib.clicks import dlrm
+from decjax.contrib.compress import features
 from tests import commands
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -108,7 +109,7 @@ def test_outputs_that_do_not_fit_are_refused(given, problem):
 @functools.cache
 def clicks():
     """(a DLRM, its parameters, numbers, indices)."""
-    model = models.dlrm(width=4, hidden=6)(3, (9, 5))
+    model = dlrm(width=4, hidden=6)(3, (9, 5))
     numbers_BxF = jax.random.normal(jax.random.key(1), (20, 3))
     return model, jax.jit(model.init)(jax.random.key(0)), numbers_BxF, jax.random.randint(jax.random.key(2), (20, 2), 0, 5)
 

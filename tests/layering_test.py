@@ -86,7 +86,7 @@ OUTSIDE = {
                 "train",
             )
         ),
-        "decjax.models.compress",
+        "decjax.contrib.compress",
         "launch",
     ),
     "configs": ("configs", "decjax.config", "decjax.registry"),

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from decjax import mesh, models, pipeline, registry
+from decjax.contrib.graphs import gcn
+from decjax.contrib.graphs import task as nodes
 from decjax.models.translator import BOS, EOS, PAD
-from decjax.tasks import nodes
 from decjax.tasks.parallel import Pairs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -36,7 +37,7 @@ def test_parts_count_in_proportion_to_their_weight(microbatches):
     rng = np.random.default_rng(0)
     batch = rng.normal(size=(BATCH, 5)), rng.normal(size=BATCH), rng.integers(1, 40, BATCH) * 1.0
     a_D = rng.normal(size=5)
-    source = pipeline.whole(weighted, microbatches=microbatches, weight=lambda batch: batch[2].sum())
+    source = pipeline.Whole(weighted, microbatches=microbatches, weight=lambda batch: batch[2].sum())
     loss, grads, _ = jax.jit(source.gradient)(np.float32(a_D), (), jax.tree.map(np.float32, batch), KEY)
     expected, by_a = by_hand(a_D, *batch)
     np.testing.assert_allclose(loss, expected, rtol=5e-6)
@@ -68,7 +69,7 @@ def task_and_batch(name):
         model = registry.make("model", "translator", vocabulary=300, width=8, hidden=8, heads=2, encoder=1, decoder=1, dropout=0.0)
         return registry.make("task", "translation", model=model, length=12, smoothing=0.1), sentence_pairs()
     if name == "nodes":
-        task = registry.make("task", "nodes", model=models.gcn(hidden=5), graph="karate")
+        task = registry.make("task", "nodes", model=gcn(hidden=5), graph="karate")
         batch = task.load(1, BATCH, 0).batch(0, 0)
         weight_BxV = batch.weight_BxV * (rng.random(batch.weight_BxV.shape) < np.linspace(0.1, 1, BATCH)[:, None])
         weight_BxV[:, np.flatnonzero(batch.weight_BxV[0])[0]] = 1
@@ -87,7 +88,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole_batch(name):
     task, batch = task_and_batch(name)
     params = jax.jit(task.init)(KEY)
     (loss, grads, _), *others = (
-        jax.jit(pipeline.whole(task.loss, microbatches=M, weight=task.weight).gradient)(params, (), batch, KEY) for M in (1, 8)
+        jax.jit(pipeline.Whole(task.loss, microbatches=M, weight=task.weight).gradient)(params, (), batch, KEY) for M in (1, 8)
     )
     if name != "translation":  # Whose loss is smoothed.
         sums, weight_B = jax.jit(task.measure)(params, (), batch)
@@ -105,7 +106,7 @@ def staged(model, params, batch, microbatches):
     workers = mesh.make_workers(1, stages=2)
     shape = jax.ShapeDtypeStruct(batch.shape, batch.dtype)
     division = pipeline.divide(model.parts, 2)
-    source = pipeline.of_division(division, schedule="1f1b", microbatches=microbatches, remat=True, batch=shape)
+    source = pipeline.Staged(division, schedule="1f1b", microbatches=microbatches, remat=True, batch=shape)
     stacked = workers.stack(source.split(params))
     state = workers.jit(source.init, (0,))(stacked)
     gradient = workers.jit(lambda params, state, batch: source.gradient(params, state, batch, KEY)[:2], (0, 0, 0))
@@ -132,7 +133,7 @@ def test_gradients_in_bfloat16_are_rounded_once(stages):
     if stages > 1:
         _, grads = staged(model, params, batch, BATCH)
     else:
-        _, grads, _ = jax.jit(pipeline.whole(mean, microbatches=BATCH).gradient)(params, (), batch, KEY)
+        _, grads, _ = jax.jit(pipeline.Whole(mean, microbatches=BATCH).gradient)(params, (), batch, KEY)
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
     one = jax.jit(lambda params, tokens_1xT1: jax.grad(lambda params: mean(params, (), tokens_1xT1, None)[0])(params))
     parts = [jax.tree.map(np.float64, one(params, batch[b : b + 1])) for b in range(BATCH)]

@@ -12,10 +12,12 @@ import optax
 import pytest
 
 from configs import nodes as nodes_config
-from decjax import config, mesh, models, optim, reduce, registry
+from decjax import config, mesh, optim, reduce, registry
 from decjax.channel import Channel
+from decjax.contrib.graphs import data as graphs
+from decjax.contrib.graphs import gcn
+from decjax.contrib.graphs import partition as graph_partition
 from decjax.optim import method, uneven
-from decjax.tasks import graph_partition, graphs
 from tests import outer
 from tests.runs import run_of
 from tests.tiny_runs import assert_equal_states, forget_after
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @functools.cache
 def task(partition="random", graph=GRAPH, **options):
-    return registry.make("task", "nodes", model=models.gcn(hidden=5), graph=graph, partition=partition, **options)
+    return registry.make("task", "nodes", model=gcn(hidden=5), graph=graph, partition=partition, **options)
 
 
 def wide(tree):
@@ -259,21 +261,21 @@ def test_a_run_learns_and_continues_bit_for_bit(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(graph="cora"), "graph 'cora' is unknown; use one of blocks, karate"),
+        (dict(graph="cora"), "graph='cora' is unknown; use one of blocks, karate"),
         (dict(graph="karate(noise=1.0)"), "graph 'karate.noise=1.0.' has no option 'noise'; it has none, leave it out"),
         (dict(graph="blocks(size=5)"), "has no option 'size'; use communities, nodes"),
         (dict(graph="blocks(nodes=0)"), "nodes=0 must be at least 1"),
         (dict(graph="blocks(communities=1)"), "communities=1 must be at least 2"),
-        (dict(graph="blocks(inside=1.5)"), "inside=1.5 must lie between 0 and 1"),
-        (dict(graph="blocks(noise=-1.0)"), "noise=-1.0 must lie between 0 and 1e.06"),
+        (dict(graph="blocks(inside=1.5)"), "inside=1.5 must be at least 0 and at most 1"),
+        (dict(graph="blocks(noise=-1.0)"), "noise=-1.0 must be at least 0"),
         (dict(graph="blocks(nodes=5000)"), "at most 4096"),
-        (dict(graph="blocks(nodes=ten)"), "option nodes='ten' must be a whole number"),
+        (dict(graph="blocks(nodes=ten)"), "nodes='ten' must be a whole number"),
         (dict(graph="blocks(nodes="), "must read like"),
-        (dict(partition="metis"), "partition 'metis' is unknown; use one of random, min_cut, super"),
+        (dict(partition="metis"), "partition='metis' is unknown; use one of random, min_cut, super"),
         (dict(partition="random(seed=1)"), "has no option 'seed'; it has none, leave it out"),
         (dict(partition="super(clusters=a)"), "clusters='a' must be a whole number"),
         (dict(targets=-1), "targets=-1 must be at least 0"),
-        (dict(validation=1.0), "validation=1.0 must lie between 0 and 1"),
+        (dict(validation=1.0), "validation=1.0 must be more than 0 and less than 1"),
     ],
 )
 def test_impossible_graphs_and_partitions_are_refused(options, message):
@@ -288,7 +290,7 @@ def test_impossible_graphs_and_partitions_are_refused(options, message):
         ("random", 25, "25 workers are more than the graph's 24 nodes; use at most 24"),
         ("min_cut", 25, "25 workers are more than the graph's 24 nodes; use at most 24"),
         ("super(clusters=9)", 4, "clusters=9: 36 clusters for 4 workers, and the graph has 24 nodes; use clusters=1 to 6"),
-        ("super(clusters=0)", 4, "clusters=0: .* use clusters=1 to 6"),
+        ("super(clusters=0)", 4, "clusters=0 must be at least 1"),
         ("random", 24, "of 24 has no node to train on; use fewer workers"),
     ],
 )
@@ -330,10 +332,10 @@ def test_impossible_paces_are_refused_when_the_config_is_resolved(pace, message)
 
 
 def test_models_without_layers_or_units_are_refused():
-    with pytest.raises(ValueError, match="model hidden=0: must be at least 1"):
-        models.gcn(hidden=0)
-    with pytest.raises(ValueError, match="model depth=0: must be at least 1"):
-        models.gcn(depth=0)
+    with pytest.raises(ValueError, match="hidden=0 must be at least 1"):
+        gcn(hidden=0)
+    with pytest.raises(ValueError, match="depth=0 must be at least 1"):
+        gcn(depth=0)
 
 
 def test_a_command_with_too_many_workers_ends_in_one_line(tmp_path):

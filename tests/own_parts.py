@@ -24,34 +24,42 @@ def line(*, degree: int = 2):
     return init, apply
 
 
-@registry.register("task", "points", models=("line",))
-def points(model, *, noise: float = 0.1):
+class Points(tasks.Task, name="points"):
     """Fits y = 1 + 2x."""
-    init, apply = model
 
-    def measure(params, variables, batch):
-        error_B = (apply(params, batch["x"]) - batch["y"]) ** 2
+    models = ("line",)
+
+    model: tuple
+    noise: float = 0.1
+
+    @property
+    def metrics(self):
+        return {"loss": ""}
+
+    def init(self, key):
+        return self.model[0](key)
+
+    def measure(self, params, variables, examples):
+        error_B = (self.model[1](params, examples["x"]) - examples["y"]) ** 2
         return {"loss": error_B}, jnp.ones_like(error_B)
 
-    def loss(params, variables, batch, key):
-        return measure(params, variables, batch)[0]["loss"].mean(), variables
+    def loss(self, params, variables, batch, key):
+        return self.measure(params, variables, batch)[0]["loss"].mean(), variables
 
-    def examples(count):
-        row = jax.ShapeDtypeStruct((count,), jnp.float32)
+    def examples(self, batch_size):
+        row = jax.ShapeDtypeStruct((batch_size,), jnp.float32)
         return {"x": row, "y": row}
 
-    def draw(rng, count):
+    def draw(self, rng, count):
         x = rng.uniform(-1, 1, count).astype(np.float32)
-        return {"x": x, "y": (1 + 2 * x + noise * rng.normal(size=count)).astype(np.float32)}
+        return {"x": x, "y": (1 + 2 * x + self.noise * rng.normal(size=count)).astype(np.float32)}
 
-    def load(num_workers, batch_size, seed):
+    def load(self, num_workers, batch_size, seed):
         return tasks.Data(
-            lambda worker, step: draw(np.random.default_rng((seed, worker, step)), batch_size),
-            lambda limit: draw(np.random.default_rng(seed), 32),
+            lambda worker, step: self.draw(np.random.default_rng((seed, worker, step)), batch_size),
+            lambda limit: self.draw(np.random.default_rng(seed), 32),
             "points",
         )
-
-    return tasks.Task(init, loss, measure, {"loss": tasks.Metric()}, examples, load)
 
 
 @registry.register("topology", "wheel")

@@ -84,7 +84,7 @@ def source_of(model, S, batch_size, *, schedule, microbatches, remat, boundary=N
     """The gradient of a model in S stages."""
     batch = jax.ShapeDtypeStruct((batch_size, CONTEXT + 1), jnp.int32)
     division = pipeline.divide(model.parts, S, **options)
-    return pipeline.of_division(division, schedule=schedule, microbatches=microbatches, remat=remat, batch=batch, boundary=boundary)
+    return pipeline.Staged(division, schedule=schedule, microbatches=microbatches, remat=remat, batch=batch, boundary=boundary)
 
 
 def train(
@@ -110,7 +110,7 @@ def train(
         options = dict(chunks=C, layers=layers, autoencoder=autoencoder, fused_embedding=fused)
         source = source_of(whole, S, BATCH // N, schedule=name, microbatches=microbatches, remat=remat, **options)
     else:
-        source = pipeline.whole(lambda params, variables, batch, key: (whole.nll(params, batch, key).mean(), variables))
+        source = pipeline.Whole(lambda params, variables, batch, key: (whole.nll(params, batch, key).mean(), variables))
     reducer = reduce.mean(channel=Channel(workers.axis))
     reducer = pipeline.with_tied_table(reducer, source.division, channel=Channel(workers.axis)) if S > 1 else reducer
     method = Method(synchronize(optimizer(source.norm), reducer), reducer.phase, lambda params, phase: reducer.num_bytes(params, N))

@@ -207,7 +207,7 @@ def test_the_loss_per_byte_is_that_per_token_shared_out(tasks):
 
 
 def test_units_and_samples(tasks):
-    assert tasks["bytes"].metrics["loss"].unit == "nats/byte" and tasks["bpe"].metrics["loss"].unit == "nats/token"
+    assert tasks["bytes"].metrics["loss"] == "nats/byte" and tasks["bpe"].metrics["loss"] == "nats/token"
     data, params = tasks["bpe"].load(2, 2, 0), tasks["bpe"].init(jax.random.key(0))
     shown = tasks["bpe"].show(params, (), data, jax.random.key(0))
     assert shown.startswith(data.more.decode(data.validation(1)[0]).decode(errors="replace"))

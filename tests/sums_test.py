@@ -11,9 +11,9 @@ import pytest
 
 from configs import lm
 from decjax import config, mesh, models, registry
+from decjax.contrib import tensor_sums as sums
 from decjax.hlo import wire
 from decjax.hlo.program import Program
-from decjax.pipeline import sums
 from experiments.bench import axis_bytes
 from tests.tiny_runs import launch, losses, prepare, text  # noqa: F401  Fixtures.
 
@@ -29,7 +29,7 @@ CODEC = "topk(fraction=0.6)"
 def half_layer(K, codec=CODEC):
     """(weights, x, y) -> (loss, weights after a step) of ½ ‖tanh(XAU)V − Y‖², whose U and V a group of K devices divides."""
     workers = mesh.make_workers(1, tensor=K)
-    multiply = sums.product(sums.coded(registry.make("codec", codec)))
+    multiply = sums.CodedSums(codec=codec)
 
     def loss(weights, x_RxD, y_RxD):
         A_DxD, U_DxF, V_FxD = weights
@@ -92,7 +92,7 @@ def test_bytes_of_the_program_are_those_declared(K, codec):
     workers, step = half_layer(K, codec)
     hlo = step.lower(workers.stack([jnp.asarray(w) for w in WEIGHTS]), X, Y).compile().as_text()
     made = registry.make("codec", codec)
-    np.testing.assert_array_equal(bytes_of_sums(hlo, K), np.full(K, 2 * sums.num_bytes(made, (R, D), K)))
+    np.testing.assert_array_equal(bytes_of_sums(hlo, K), np.full(K, 2 * sums.CodedSums(codec=made).num_bytes((R, D), K)))
 
 
 # -- In training ------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def assert_declared(run, num_devices):
     layers, and so each sum stands once in the program."""
     (program,) = run.trainer.program(run.trainer.abstract, run.trainer.batch(0), 0).executables
     made, tokens = registry.make("codec", run.spec.tensor_codec), run.spec.batch_per_worker // run.spec.pipeline.microbatches * 16
-    expected = np.full(num_devices, 4 * sums.num_bytes(made, (tokens, 8), 2))
+    expected = np.full(num_devices, 4 * sums.CodedSums(codec=made).num_bytes((tokens, 8), 2))
     np.testing.assert_array_equal(bytes_of_sums(program.as_text(), num_devices), expected)
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from configs import clicks
-from decjax import config, mesh, pipeline, train
+from decjax import config, mesh, train
+from decjax.contrib.clicks import DividedTables, bounds
 from decjax.elastic import trainer as elastic
 from decjax.hlo import wire
-from decjax.pipeline import bounds
 from tests.runs import run_of, trainer_of
 from tests.tiny_runs import assert_equal_states, forget_after
 
@@ -201,7 +201,7 @@ def test_declared_bytes_are_those_of_the_program(shorthand):
     declared = trainer.method.num_bytes(trainer.workers.one_device(state.params), 0)
     np.testing.assert_allclose(program.sent["worker"], declared)
     B, D, P = trainer.spec.batch_per_worker, 4, 2
-    plain = pipeline.of_tables(trainer.setup.task, trainer.workers.axis, N, B).num_bytes
+    plain = DividedTables(task=trainer.setup.task, axis=trainer.workers.axis, num_workers=N, batch_size=B).num_bytes
     assert plain == (N - 1) * P * B * 4 * (1 + 2 * D)
     assert (trainer.setup.source.num_bytes == plain) == (shorthand == "divided")
     kinds = [each.kind for each in wire.collectives(program.executables[0].as_text(), N)]
@@ -274,7 +274,7 @@ def test_a_run_that_is_stopped_goes_on_bit_by_bit(tmp_path):
         (
             "divided",
             {"task": "quadratics", "data": {}, "model": None, "eval": {"num_windows": 0, "batch_size": 1}},
-            "this task has none",
+            "task, a Quadratics, must be a TaskWithTables",
         ),
     ],
 )

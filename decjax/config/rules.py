@@ -9,7 +9,6 @@ from decjax import registry, tasks
 from decjax.config.setup import Setup
 from decjax.config.spec import AUTO, Averaging, Layers, RunSpec, StageMessages, plain_fields
 from decjax.optim.method import Method
-from decjax.pipeline import sums
 
 CONSENSUS = ("consensus_every", "consensus_first", "consensus_last")
 
@@ -55,7 +54,7 @@ def check(spec: RunSpec) -> None:
         if (rule.always or (value is not None and value != _default(rule.path))) and rule.broken(spec):
             raise ValueError(f"{rule.path}={value!r}{rule.why(spec)}; {rule.fix(spec)}")
     if spec.source:
-        spec.trait("source", "check")(spec)
+        registry.part("source", spec.source.name).factory.check(spec)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _every(spec: RunSpec) -> int:
@@ -300,7 +299,7 @@ def _check_sums(spec: RunSpec, task: tasks.Task) -> None:
     B, T1 = task.examples(spec.batch_per_worker // spec.pipeline.microbatches).shape
     x_BxTxD, K = task.parts.activation(B, T1 - 1), spec.tensor
     uncoded_bytes = 2 * (K - 1) / K * x_BxTxD.size * x_BxTxD.dtype.itemsize
-    coded_bytes = sums.num_bytes(registry.make("codec", spec.tensor_codec), (B * (T1 - 1), x_BxTxD.shape[-1]), K)
+    coded_bytes = registry.make("product", "coded", codec=spec.tensor_codec).num_bytes((B * (T1 - 1), x_BxTxD.shape[-1]), K)
     if coded_bytes > uncoded_bytes:
         raise ValueError(
             f"tensor_codec={spec.tensor_codec!r} sends {coded_bytes} bytes for a sum of {x_BxTxD.dtype} values that takes "

@@ -16,7 +16,7 @@ from decjax.channel import Channel
 from decjax.config.spec import Averaging, Choice, RunSpec
 from decjax.errors import ConfigError, config_errors
 from decjax.optim.method import Method
-from decjax.pipeline import autoencoder, sums
+from decjax.pipeline import autoencoder
 from decjax.pipeline import source as source_lib
 
 SAMPLED = 16  # tokens for each value of an activation, to find principal directions
@@ -50,7 +50,7 @@ class Setup:
     @classmethod
     def of(cls, spec: RunSpec, axis: mesh.Axis = mesh.MAPPED) -> "Setup":
         """Make the parts, which exchange along `axis`; a ValueError if they do not fit each other."""
-        product = {"product": sums.product(sums.coded(registry.make("codec", spec.tensor_codec)))} if spec.tensor_codec else {}
+        product = {"product": registry.make("product", "coded", codec=spec.tensor_codec)} if spec.tensor_codec else {}
         model = _make("model", spec.model, divide=mesh.divide, **product) if spec.model else None
         division, stages = None, spec.pipeline.stages
         if stages > 1:
@@ -118,9 +118,7 @@ class Setup:
 
     def stacked(self, params: optax.Params) -> optax.Params:
         """Return the parameters of all workers, [N, …], from those of one model: a copy for each, or its part. Not jitted."""
-        if self.source.deal:
-            return self.source.deal(params)
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.workers.num_workers, *jnp.shape(x))), params)
+        return self.source.stacked(params, self.workers.num_workers)
 
     def check_memory(self) -> None:
         """Raise a ConfigError if the workers are on CPU devices and the machine's memory cannot hold their state."""
@@ -163,14 +161,14 @@ def make_source(
     if spec.source:
         return _make("source", spec.source, task=task, axis=axis, num_workers=spec.workers, batch_size=B, clips=spec.clip_norm > 0)
     if not division:
-        source = source_lib.whole(task.loss, task.variables, M, task.weight)
-        return source._replace(gradient=mesh.one_by_one(source.gradient)) if spec.simulate else source
+        source = source_lib.Whole(task.loss, task.variables, M, task.weight)
+        return dataclasses.replace(source, around=mesh.one_by_one) if spec.simulate else source
     boundary = (
         watch(pipeline.coded(**{**dataclasses.asdict(spec.boundary), "backward": None, "forward": None, **made}))
         if (made := boundary_codecs(spec))
         else None
     )
-    return source_lib.of_division(
+    return source_lib.Staged(
         division,
         schedule=spec.pipeline.schedule,
         microbatches=M,
@@ -208,7 +206,7 @@ def _method(
         context["mixer"] = _make("mixer", spec.mixer, topology=topology, channel=channel)
     if spec.reducer:
         reducer = make_reducer(spec.reducer, spec.averaging, channel, spec.pipeline.stages, source.division)
-        context["reducer"] = spec.trait("source", "reducer")(reducer) if spec.source else reducer
+        context["reducer"] = source.averaging(reducer)
     return _with_bytes(_make("method", spec.method, **context), source.num_bytes), topology
 
 

@@ -2,16 +2,12 @@
 
 decoder     a decoder-only language model, which can be divided into pipeline stages and tensor-parallel groups
 lstm        a recurrent language model
-graphs      the interface of models that classify a graph's nodes, and a graph convolution network
 images      the interface of image classifiers, and a multilayer perceptron
 resnet      a residual network for small images
-clicks      a recommendation model with embedding tables, DLRM
 translator  an encoder–decoder transformer; `beam` searches its best translation
 """
 
-from decjax.models.clicks import ClickModel, dlrm
 from decjax.models.decoder import Attention, DecoderLM, Model, Parts, Pieces, decoder_lm, rotate, sample
-from decjax.models.graphs import Graph, GraphModel, gcn
 from decjax.models.images import ImageModel, mlp
 from decjax.models.lstm import lstm
 from decjax.models.resnet import resnet
@@ -19,18 +15,13 @@ from decjax.models.translator import Translator, translator
 
 __all__ = [
     "Attention",
-    "ClickModel",
     "DecoderLM",
-    "Graph",
-    "GraphModel",
     "ImageModel",
     "Model",
     "Parts",
     "Pieces",
     "Translator",
     "decoder_lm",
-    "dlrm",
-    "gcn",
     "lstm",
     "mlp",
     "resnet",

@@ -17,7 +17,7 @@ Reference: Shoeybi et al. 2019, arXiv 1909.08053 (Megatron), section 3.
 from collections.abc import Callable, Sequence
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from flax import nnx
 import jax
@@ -26,8 +26,9 @@ import jax.numpy as jnp
 import optax
 
 from decjax import registry
+from decjax.options import Count
 
-DTYPES = ("float32", "bfloat16")
+Dtype = Literal["float32", "bfloat16"]
 
 
 class Model(NamedTuple):
@@ -126,7 +127,7 @@ class Parts(NamedTuple):
 # (x, axis) -> x, divided along this axis between the devices of a tensor-parallel group; axis None: whole on each of them.
 Divide = Callable[[jax.Array, int | None], jax.Array]
 whole: Divide = lambda x, axis: x  # for a model on one device
-# (x_RxF, kernel_FxG, axis) -> x @ kernel, where a tensor-parallel group divides the kernel along this axis; see `pipeline.sums`.
+# (x_RxF, kernel_FxG, axis) -> x @ kernel, where a tensor-parallel group divides the kernel along this axis; see `contrib.tensor_sums`.
 Product = Callable[[jax.Array, jax.Array, int], jax.Array]
 plain: Product = lambda x_RxF, kernel_FxG, axis: x_RxF @ kernel_FxG
 SUM = "sum"  # the name of products with divided rows, whose sums are not sent again where a pass is computed anew
@@ -288,14 +289,14 @@ def _decoder_parts(
 @registry.register("model", "decoder", divisible=("heads", "hidden", "vocabulary"))
 def decoder_lm(
     *,
-    vocabulary: int = 256,
-    context: int = 128,
-    width: int = 64,
-    hidden: int = 256,
-    heads: int = 2,
-    depth: int = 2,
+    vocabulary: Count = 256,
+    context: Count = 128,
+    width: Count = 64,
+    hidden: Count = 256,
+    heads: Count = 2,
+    depth: Count = 2,
     tied: bool = False,
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     divide: Divide = whole,
     product: Product = plain,
 ) -> Model:
@@ -315,9 +316,9 @@ def decoder_lm(
         divide: how a tensor-parallel group divides arrays; `product` is how it adds up products (functions, not config fields).
 
     Raises:
-        ValueError: if a size is less than 1, the width is not divisible by 2 · heads, or the dtype is unknown.
+        ValueError: if the width is not divisible by 2 · heads.
     """
-    check_sizes(dtype, vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, depth=depth)
+    check_heads(width, heads)
     compute = jnp.dtype(dtype)
     block = lambda rngs: Block(width, hidden, heads, depth=depth, dtype=compute, rngs=rngs, divide=divide, product=product)
     parts = _decoder_parts(width, depth, block, tied=tied, dtype=compute, divide=divide)
@@ -328,17 +329,11 @@ def decoder_lm(
     return Model(init, *parts.functions(), context, parts, DIVIDED, vocabulary, UNITS)
 
 
-def check_sizes(dtype: str, **sizes: int) -> None:
-    """Raises a ValueError for a size below 1, an unknown dtype, or a width that the heads, if there are some, cannot share out."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"model {name}={size}: must be at least 1")
-    if dtype not in DTYPES:
-        raise ValueError(f"model dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    if "heads" in sizes and sizes["width"] % (2 * sizes["heads"]):
+def check_heads(width: int, heads: int) -> None:
+    """Raise a ValueError if heads of an even size cannot divide a width."""
+    if width % (2 * heads):
         raise ValueError(
-            f"model width={sizes['width']} with heads={sizes['heads']}: heads must have an even size; use a width divisible by "
-            f"{2 * sizes['heads']}"
+            f"model width={width} with heads={heads}: heads must have an even size; use a width divisible by {2 * heads}"
         )
 
 

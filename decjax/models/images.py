@@ -8,6 +8,7 @@ from flax import nnx
 import jax
 
 from decjax import registry
+from decjax.options import Count
 
 
 class ImageModel(NamedTuple):
@@ -58,13 +59,11 @@ class MLP(nnx.Module):
 
 
 @registry.register("model", "mlp")
-def mlp(*, hidden: int = 128) -> Build:
+def mlp(*, hidden: Count = 128) -> Build:
     """A multilayer perceptron with one hidden layer; it compiles faster than a ResNet.
 
     Args:
-        hidden: F ≥ 1, units of the hidden layer.
+        hidden: F, units of the hidden layer.
     """
-    if hidden < 1:
-        raise ValueError(f"model hidden={hidden}: must be at least 1")
     units = (("up/kernel", -1), ("up/bias", -1), ("head/kernel", -2))
     return lambda shape, classes: pure(lambda rngs: MLP(math.prod(shape), hidden, classes, rngs), units)

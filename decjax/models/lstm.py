@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import optax
 
 from decjax import registry
-from decjax.models.decoder import Model, check_sizes
+from decjax.models.decoder import Dtype, Model
+from decjax.options import Count
 
 
 class LSTM(nnx.Module):
@@ -36,7 +37,7 @@ def cell(width: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.OptimizedLSTMCell:
 
 
 @registry.register("model", "lstm", tasks=("lm",))
-def lstm(*, vocabulary: int = 256, context: int = 128, width: int = 128, depth: int = 2, dtype: str = "float32") -> Model:
+def lstm(*, vocabulary: Count = 256, context: Count = 128, width: Count = 128, depth: Count = 2, dtype: Dtype = "float32") -> Model:
     """A recurrent language model of LSTM layers; predicts token t + 1 from tokens 0 … t.
 
     Parameters, loss and logits are float32. It has no parts, so it cannot be divided into stages or tensor-parallel groups.
@@ -47,11 +48,7 @@ def lstm(*, vocabulary: int = 256, context: int = 128, width: int = 128, depth: 
         width: D, values in the memory and in the output of a layer, and in the embedding of a token.
         depth: L, how many layers.
         dtype: the dtype in which weights are multiplied, "float32" or "bfloat16".
-
-    Raises:
-        ValueError: if a size is less than 1, or the dtype is unknown.
     """
-    check_sizes(dtype, vocabulary=vocabulary, context=context, width=width, depth=depth)
     compute = jnp.dtype(dtype)
     graph = nnx.graphdef(nnx.eval_shape(lambda: cell(width, compute, nnx.Rngs(0))))
 

@@ -5,14 +5,16 @@ channels with zeros. The scale of a block's last norm is initialized to zero (Go
 is at first equal to its shortcut.
 """
 
+from typing import Literal
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
 from decjax import registry
 from decjax.models import images
+from decjax.options import Count
 
-NORMS = ("batch", "group")
 GROUP = 8  # channels that are normalized together
 
 
@@ -95,7 +97,7 @@ class ResNet(nnx.Module):
 
 
 @registry.register("model", "resnet")
-def resnet(*, depth: int = 8, width: int = 8, norm: str = "batch") -> images.Build:
+def resnet(*, depth: int = 8, width: Count = 8, norm: Literal["batch", "group"] = "batch") -> images.Build:
     """A residual network for small images (He et al. 2015, arXiv 1512.03385, section 4.2).
 
     Args:
@@ -105,13 +107,11 @@ def resnet(*, depth: int = 8, width: int = 8, norm: str = "batch") -> images.Bui
         norm: "batch", whose running statistics each worker keeps for itself, or "group", over 8 channels of one image, without any.
 
     Raises:
-        ValueError: if depth, width or norm is none of these.
+        ValueError: if depth or width is none of these.
     """
     if depth < 8 or depth % 6 != 2:
         below = max(8, depth // 6 * 6 + 2 if depth % 6 >= 2 else depth // 6 * 6 - 4)
         raise ValueError(f"model depth={depth} is not 6n + 2, n blocks in each of three stages; use {below}")
-    if norm not in NORMS:
-        raise ValueError(f"model norm={norm!r} is unknown; use one of {', '.join(NORMS)}")
-    if width < 1 or (norm == "group" and width > GROUP and width % GROUP):
-        raise ValueError(f"model width={width} must be positive, and divisible by {GROUP} where norm='group'; use 16")
+    if norm == "group" and width > GROUP and width % GROUP:
+        raise ValueError(f"model width={width} is not divisible by {GROUP} with norm='group'; use 16")
     return lambda shape, classes: images.pure(lambda rngs: ResNet(shape[-1], classes, (depth - 2) // 6, width, norm, rngs))

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from decjax import noise, registry
 from decjax.models import decoder as decoder_lib
+from decjax.options import Count, Decay
 
 PAD, BOS, EOS = 0, 1, 2  # tokens: fills a sequence up, begins a target, ends a sequence
 SPECIAL = 3  # how many of these
@@ -238,14 +239,14 @@ def _graph(build: Callable[[nnx.Rngs], nnx.Module]) -> nnx.GraphDef:
 @registry.register("model", "translator")
 def translator(
     *,
-    vocabulary: int = 4000,
-    width: int = 128,
-    hidden: int = 256,
-    heads: int = 4,
-    encoder: int = 2,
-    decoder: int = 2,
-    dropout: float = 0.1,
-    dtype: str = "float32",
+    vocabulary: Count = 4000,
+    width: Count = 128,
+    hidden: Count = 256,
+    heads: Count = 4,
+    encoder: Count = 2,
+    decoder: Count = 2,
+    dropout: Decay = 0.1,
+    dtype: decoder_lib.Dtype = "float32",
 ) -> Translator:
     """An encoder–decoder transformer, which predicts the next token of a translation from the source and the tokens before.
 
@@ -260,12 +261,9 @@ def translator(
         dtype: the dtype in which layers compute, "float32" or "bfloat16".
 
     Raises:
-        ValueError: if a size is too small, the width is not divisible by 2 · heads, or the dtype is unknown.
+        ValueError: if the width is not divisible by 2 · heads.
     """
-    sizes = dict(vocabulary=vocabulary, width=width, hidden=hidden, heads=heads, encoder=encoder, decoder=decoder)
-    decoder_lib.check_sizes(dtype, **sizes)
-    if not 0 <= dropout < 1:
-        raise ValueError(f"model dropout={dropout} must be at least 0 and less than 1, such as 0.1")
+    decoder_lib.check_heads(width, heads)
     compute, depths = jnp.dtype(dtype), (encoder, decoder)
 
     def layer(kind, depth):

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from decjax import codecs, schedules
 from decjax.pipeline import links
 from decjax.pipeline.links import Place
-from decjax.pipeline.table import Label
+from decjax.pipeline.ticks import Label
 
 WHEN = ("epilogue", "always")
 ERRORS = ("carry", "flush", "reset", "ef21", "none")

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from decjax import mesh, schedules
 from decjax.pipeline import accumulate, stages
 from decjax.pipeline import boundary as boundary_lib
-from decjax.pipeline.table import BACKWARD, BOXES, FORWARD, NOWHERE, Label, Message, Table, is_one_permutation, tabulate
+from decjax.pipeline.ticks import BACKWARD, BOXES, FORWARD, NOWHERE, Label, Message, Table, is_one_permutation, tabulate
 
 DENSE = "as they are"
 

@@ -1,5 +1,4 @@
-"""Gradient sources: how a worker's gradient is computed, by a whole model or by one divided into pipeline stages; for one whose tables
-the workers divide among them see `decjax.pipeline.tables`.
+"""Gradient sources: how a worker's gradient is computed, by a whole model or by one divided into pipeline stages.
 
     loss, grads, state = gradient(params, state, batch, key)
 
@@ -11,110 +10,164 @@ messages between stages.
 """
 
 from collections.abc import Callable
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from decjax import mesh, schedules
+from decjax import mesh, reduce, registry, schedules
 from decjax.pipeline import accumulate
 from decjax.pipeline.boundary import Boundary
-from decjax.pipeline.executor import make_gradient
+from decjax.pipeline.executor import Pipeline, make_gradient
 from decjax.pipeline.stages import Division
+from decjax.typing import PyTree
+
+Measure = Callable[[PyTree, PyTree, PyTree], tuple[dict[str, jax.Array], jax.Array]]
 
 
-class Source(NamedTuple):
-    """A gradient source, which communicates with other workers only where tables are divided, and the layout of its parameters.
+class Source(registry.Part, kind="source"):
+    """A gradient source and the layout of its parameters; by default workers hold the whole model and the source has no state.
 
     Attributes:
-        gradient: `gradient(params, state, batch, key) -> (loss, grads, state)`, of one worker or stage.
-        init: `init(params) -> state`, of one worker or stage.
-        split: from a whole model's parameters to a worker's; with stages, leaves [S, …].
-        join: the inverse of `split`.
-        norm: the ℓ2 norm of the whole gradient, from one worker's or stage's part of it.
         lasts: whether the state is kept when a run continues with another number of workers: yes for variables, no for that of
             messages between stages.
-        coded: `measure` of a `tasks.Task` for the whole model, with activations between stages compressed as in training; None
-            where they are not compressed, or what arrives depends on state.
-        division: of the model into stages; None: a whole model.
-        permutations: for every exchange between stages its pairs (source, target).
-        deal: from what `split` gives to the parameters of all workers, leaves [N, …], where these hold different parts of one model;
-            None: each holds all of it.
-        gather: the inverse, N whole models.
-        num_bytes: bytes that each worker sends to others for its gradient, where all messages are as small as usual.
-        more_bytes: `more_bytes(state)`, of one worker, the bytes beyond these that it has sent in all steps so far; None: none.
+        divided: whether workers hold different parts of one model; such a source overrides `stacked` and `gathered`.
+        num_bytes: bytes that each worker sends to others for its gradient, where all messages have their usual size.
     """
 
-    gradient: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
-    init: Callable[[Any], Any] = lambda params: ()
-    split: Callable[[Any], Any] = lambda params: params
-    join: Callable[[Any], Any] = lambda params: params
-    norm: Callable[[Any], jax.Array] = optax.global_norm
-    lasts: bool = True
-    coded: Callable[[Any, Any, Any], tuple[dict[str, jax.Array], jax.Array]] | None = None
-    division: Division | None = None
-    permutations: tuple[tuple[tuple[int, int], ...], ...] = ()
-    deal: Callable[[Any], Any] | None = None
-    gather: Callable[[Any], Any] | None = None
-    num_bytes: float = 0.0
-    more_bytes: Callable[[Any], jax.Array] | None = None
+    lasts = False
+    divided = False
 
-    def models(self, params: Any) -> Any:
-        """Every worker's whole model, leaves [N, …], from the parameters of all workers."""
-        joined = jax.vmap(self.join)(params)
-        return self.gather(joined) if self.gather else joined
+    @staticmethod
+    def check(spec: Any) -> None:
+        """Raise a ValueError for a `RunSpec` whose options the source does not support."""
 
-    def variables(self, state: Any) -> Any:
-        """The model's variables, taken from a state of this source; () where it has none."""
+    def init(self, params: PyTree) -> PyTree:
+        """Return the state of one worker or stage before the first step."""
+        return ()
+
+    def gradient(self, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
+        """Return (loss, gradient, next state) of one worker or stage."""
+        raise NotImplementedError
+
+    def split(self, params: PyTree) -> PyTree:
+        """Return a worker's parameters from those of a whole model; with stages, leaves [S, …]."""
+        return params
+
+    def join(self, params: PyTree) -> PyTree:
+        """Return the parameters of a whole model, the inverse of `split`."""
+        return params
+
+    def stacked(self, params: PyTree, num_workers: int) -> PyTree:
+        """Return the parameters of all workers, leaves [N, …], from what `split` returns."""
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *jnp.shape(x))), params)
+
+    def gathered(self, params: PyTree) -> PyTree:
+        """Return what `split` returned N times, leaves [N, …], from the parameters of all workers."""
+        return params
+
+    def models(self, params: PyTree) -> PyTree:
+        """Return every worker's whole model, leaves [N, …], from the parameters of all workers."""
+        return self.gathered(jax.vmap(self.join)(params))
+
+    def variables(self, state: PyTree) -> PyTree:
+        """Return the model's variables from a state of this source; () where it has none."""
         return state if self.lasts else ()
+
+    def norm(self, grads: PyTree) -> jax.Array:
+        """Return the ℓ2 norm of the whole gradient from one worker's or stage's part of it."""
+        return optax.global_norm(grads)
+
+    def averaging(self, reducer: reduce.Reducer) -> reduce.Reducer:
+        """Return the reducer with which this source's gradients are averaged, made from one for all parameters."""
+        return reducer
+
+    @property
+    def num_bytes(self) -> float:
+        return 0.0
+
+    @property
+    def extra_bytes(self) -> Callable[[PyTree], jax.Array] | None:
+        """The bytes beyond `num_bytes` that one worker has sent in all steps so far, as a function of the state; None: none."""
+        return None
+
+    @property
+    def coded(self) -> Measure | None:
+        """`Task.measure` of the whole model, with activations between stages compressed as in training; None: uncompressed."""
+        return None
+
+    @property
+    def division(self) -> Division | None:
+        """The division of the model into stages; None: a whole model."""
+        return None
+
+    @property
+    def permutations(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For every exchange between stages its pairs (source, target)."""
+        return ()
 
 
 def stateless(gradient: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]) -> Callable:
-    """A `Source.gradient` made from `gradient(params, batch, key) -> (loss, grads)`, which has no state."""
+    """Return a `Source.gradient` made from `gradient(params, batch, key) -> (loss, grads)`, which has no state."""
     return lambda params, state, batch, key: (*gradient(params, batch, key), state)
 
 
-def whole(
-    loss: Callable, variables: Callable[[], Any] = lambda: (), microbatches: int = 1, weight: Callable[[Any], Any] | None = None
-) -> Source:
+class Whole(Source):
     """The gradient source of a whole model, on one device or a tensor-parallel group.
 
-    Args:
+    Attributes:
         loss: `loss(params, variables, batch, key) -> (loss, variables)`, the mean over a batch; see `tasks.Task`.
-        variables: `variables()`, the variables before the first step.
+        initial: `initial()`, the variables before the first step.
         microbatches: M, equal parts of the batch whose gradients are computed one after the other, to save memory.
         weight: `weight(batch)`, what the loss of a batch is divided by; None: the same for all. See `tasks.Task`.
+        around: applied to the function that computes the gradient, such as `mesh.one_by_one`.
     """
-    value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
-    def at_once(params, state, batch, key):
-        (value, state), grads = value_and_grad(params, state, batch, key)
+    lasts = True
+
+    loss: Callable[..., tuple[jax.Array, PyTree]]
+    initial: Callable[[], PyTree] = lambda: ()
+    microbatches: int = 1
+    weight: Callable[[PyTree], jax.Array | None] | None = None
+    around: Callable[[Callable], Callable] = lambda gradient: gradient
+
+    def init(self, params: PyTree) -> PyTree:
+        return self.initial()
+
+    def gradient(self, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
+        return self._gradient(params, state, batch, key)
+
+    @functools.cached_property
+    def _gradient(self) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
+        return self.around(self._at_once if self.microbatches == 1 else self._in_parts)
+
+    def _at_once(self, params, state, batch, key):
+        (value, state), grads = jax.value_and_grad(self.loss, has_aux=True)(params, state, batch, key)
         return value, grads, state
 
-    def in_parts(params, state, batch, key):
+    def _in_parts(self, params, state, batch, key):
+        M = self.microbatches
+
         def add(carry, inputs):
             total, state = carry
             part, key, share = inputs
-            *found, state = at_once(params, state, part, key)
+            *found, state = self._at_once(params, state, part, key)
             return (accumulate.add(total, found, share), state), None
 
-        parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
-        share_M = jnp.ones(microbatches)
-        if weight:
-            weight_M = jax.vmap(weight)(parts)
-            share_M = weight_M / weight_M.mean()
+        parts = jax.tree.map(lambda x: x.reshape(M, -1, *x.shape[1:]), batch)
+        weight_M = jax.vmap(self.weight)(parts) if self.weight else None
+        share_M = jnp.ones(M) if weight_M is None else weight_M / weight_M.mean()
         zeros = [jnp.zeros(()), accumulate.zeros(params)]
-        (total, state), _ = jax.lax.scan(add, (zeros, state), (parts, jax.random.split(key, microbatches), share_M))
-        loss, grads = jax.tree.map(lambda x: x / microbatches, total)
+        (total, state), _ = jax.lax.scan(add, (zeros, state), (parts, jax.random.split(key, M), share_M))
+        loss, grads = jax.tree.map(lambda x: x / M, total)
         return loss, accumulate.rounded(grads, params), state
-
-    return Source(at_once if microbatches == 1 else in_parts, lambda params: variables())
 
 
 def check_microbatches(microbatches: int, batch_size: int) -> None:
-    """Raises a ValueError if the number of microbatches does not divide a worker's batch."""
+    """Raise a ValueError if the number of microbatches does not divide a worker's batch."""
     if microbatches < 1 or batch_size % microbatches:
         fits = [m for m in range(1, min(batch_size, 10_000) + 1) if batch_size % m == 0]
         raise ValueError(
@@ -123,68 +176,82 @@ def check_microbatches(microbatches: int, batch_size: int) -> None:
         )
 
 
-def of_division(
-    division: Division,
-    *,
-    schedule: schedules.Name,
-    microbatches: int,
-    remat: bool,
-    batch: jax.ShapeDtypeStruct,
-    boundary: Boundary | None = None,
-) -> Source:
+class Staged(Source):
     """The gradient source of a model divided into pipeline stages.
 
-    Args:
-        division: of the model into stages.
+    Attributes:
+        stages: the division of the model.
         schedule: name of the schedule; see `schedules.make`.
         microbatches: M.
         remat: recompute forward passes in backward passes; see `make_gradient`.
         batch: shape and dtype of a worker's tokens_BxT1.
         boundary: how messages between stages are sent; None: uncompressed.
-
-    Raises:
-        ValueError: if a boundary is given for a division with autoencoders.
-    """
-    if boundary and division.autoencoder:
-        raise ValueError(
-            f"pipeline.autoencoder={division.autoencoder} already compresses messages between stages; leave it out, or "
-            "leave boundary.backward and boundary.forward empty"
-        )
-    table = schedules.make(schedule, division.num_stages, microbatches, division.num_chunks)
-    executor = make_gradient(division, table, remat=remat, boundary=boundary)
-    return Source(
-        executor.gradient,
-        lambda params: executor.init(batch),
-        division.split,
-        division.join,
-        division.global_norm,
-        False,
-        _measure(division, boundary.received, batch.shape[0] // microbatches) if boundary and boundary.received else None,
-        division,
-        (*executor.table.permutations, *division.permutations),
-    )
-
-
-def _measure(division: Division, received: Callable, microbatch_size: int) -> Callable:
-    """`measure` of the whole model, with the activations between stages replaced by what arrives when they are compressed.
-
-    They are compressed in pieces of a microbatch, or of the largest size that divides it and the batch; with a tensor-parallel
-    group, in the parts that its devices send.
     """
 
-    def between(params, x_BxTxD, v):
-        del params
-        B, T, D = x_BxTxD.shape
-        size = math.gcd(B, microbatch_size)
-        count = B // size * math.gcd(size * T, mesh.tensor_size())
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), v), count)
-        return jax.vmap(received)(x_BxTxD.reshape(count, -1, D), keys).reshape(x_BxTxD.shape)
+    stages: Division
+    schedule: schedules.Name
+    microbatches: int
+    remat: bool
+    batch: jax.ShapeDtypeStruct
+    boundary: Boundary | None = None
 
-    nll, _ = division.parts.functions(division.layers, between)
+    def __post_init__(self):
+        if self.boundary and self.stages.autoencoder:
+            raise ValueError(
+                f"pipeline.autoencoder={self.stages.autoencoder} already compresses messages between stages; leave it out, or "
+                "leave boundary.backward and boundary.forward empty"
+            )
 
-    def measure(params, variables, tokens_BxT1):
-        del variables
-        nll_BxT = nll(params, tokens_BxT1, None)
-        return {"loss": nll_BxT.sum(axis=1)}, jnp.full(len(nll_BxT), nll_BxT.shape[1], nll_BxT.dtype)
+    @functools.cached_property
+    def executor(self) -> Pipeline:
+        """The functions that execute the schedule."""
+        schedule = schedules.make(self.schedule, self.stages.num_stages, self.microbatches, self.stages.num_chunks)
+        return make_gradient(self.stages, schedule, remat=self.remat, boundary=self.boundary)
 
-    return measure
+    @property
+    def division(self) -> Division:
+        return self.stages
+
+    @property
+    def permutations(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        return (*self.executor.table.permutations, *self.stages.permutations)
+
+    def init(self, params: PyTree) -> PyTree:
+        return self.executor.init(self.batch)
+
+    def gradient(self, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
+        return self.executor.gradient(params, state, batch, key)
+
+    def split(self, params: PyTree) -> PyTree:
+        return self.stages.split(params)
+
+    def join(self, params: PyTree) -> PyTree:
+        return self.stages.join(params)
+
+    def norm(self, grads: PyTree) -> jax.Array:
+        return self.stages.global_norm(grads)
+
+    @functools.cached_property
+    def coded(self) -> Measure | None:
+        """`measure` of the whole model, with the activations between stages replaced by what arrives when they are compressed.
+
+        They are compressed in pieces of a microbatch, or of the largest size that divides it and the batch; with a tensor-parallel
+        group, in the parts that its devices send.
+        """
+        if not (self.boundary and (received := self.boundary.received)):
+            return None
+
+        def between(params, x_BxTxD, v):
+            B, T, D = x_BxTxD.shape
+            size = math.gcd(B, self.batch.shape[0] // self.microbatches)
+            count = B // size * math.gcd(size * T, mesh.tensor_size())
+            keys = jax.random.split(jax.random.fold_in(jax.random.key(0), v), count)
+            return jax.vmap(received)(x_BxTxD.reshape(count, -1, D), keys).reshape(x_BxTxD.shape)
+
+        nll, _ = self.stages.parts.functions(self.stages.layers, between)
+
+        def measure(params, variables, tokens_BxT1):
+            nll_BxT = nll(params, tokens_BxT1, None)
+            return {"loss": nll_BxT.sum(axis=1)}, jnp.full(len(nll_BxT), nll_BxT.shape[1], nll_BxT.dtype)
+
+        return measure

@@ -12,7 +12,7 @@ and mirroring); Krizhevsky 2009 (CIFAR-10).
 """
 
 from collections.abc import Callable
-import dataclasses
+import functools
 from typing import Any, NamedTuple
 import zlib
 
@@ -21,10 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decjax import models, registry
+from decjax.models.images import Build, ImageModel
+from decjax.options import Decay, check_choice
 from decjax.tasks import partition as partition_lib
 from decjax.tasks.datasets import DATASETS, Dataset, Images
-from decjax.tasks.task import Data, Metric, Task, spaced
+from decjax.tasks.task import Data, HeldOut, Task, spaced
+from decjax.typing import PyTree
 
 USUAL_SHARE = 0.2  # for validation, of a data set without a test set
 
@@ -36,20 +38,10 @@ class Examples(NamedTuple):
     labels_B: Any
 
 
-@registry.register("task", "images", models=("resnet", "mlp"))
-def images(
-    model: Callable[[tuple[int, int, int], int], models.ImageModel],
-    *,
-    dataset: str = "digits",
-    path: str = "",
-    partition: str = "iid",
-    validation: float | None = None,
-    augment: bool = False,
-    smoothing: float = 0.0,
-) -> Task:
+class ImageTask(Task, name="images"):
     """Classification of small images; metrics are the loss and the top-1 accuracy.
 
-    Args:
+    Attributes:
         model: `build(shape_HWC, classes) -> ImageModel`.
         dataset: "digits": scikit-learn's 1797 handwritten digits of 8 × 8 pixels; "cifar10": photographs of 32 × 32 pixels.
         path: for "cifar10", the folder of its binary version; empty for "digits", which are embedded.
@@ -58,63 +50,66 @@ def images(
             set's own test set, or a fifth of the images where there is none.
         augment: shift training images at random by up to an eighth of their height, and mirror them if that keeps their class.
         smoothing: share ε of the target distribution that is spread over all classes while training; see `optax.smooth_labels`.
-
-    Raises:
-        ValueError: if an option is none of these; from `load`, if the path does not hold the data set.
     """
-    if dataset not in DATASETS:
-        raise ValueError(f"task dataset={dataset!r} is unknown; use one of {', '.join(DATASETS)}")
-    if validation is not None and not 0 < validation < 1:
-        raise ValueError(f"task validation={validation} must lie between 0 and 1, such as 0.2")
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"task smoothing={smoothing} must be at least 0 and less than 1, such as 0.1")
-    partition_lib.parse(partition)
-    source = DATASETS[dataset]
-    form = _Classification(model(source.shape, source.classes), source, path, partition, validation, augment, smoothing)
-    return Task(
-        init=lambda key: form.model.init(key)[0],
-        variables=lambda: form.model.init(jax.random.key(0))[1],
-        loss=form.loss,
-        measure=form.measure,
-        metrics={"loss": Metric("nats"), "accuracy": Metric()},
-        examples=form.examples,
-        load=form.load,
-        item="images",
-        units=form.model.units,
-    )
 
+    models = ("resnet", "mlp")
+    item = "images"
 
-@dataclasses.dataclass(frozen=True)
-class _Classification:
-    """The task's functions."""
+    model: Build
+    dataset: str = "digits"
+    path: str = ""
+    partition: str = "iid"
+    validation: HeldOut | None = None
+    augment: bool = False
+    smoothing: Decay = 0.0
 
-    model: models.ImageModel
-    dataset: Dataset
-    path: str
-    partition: str
-    validation: float | None
-    augment: bool
-    smoothing: float
+    def __post_init__(self):
+        check_choice("task dataset", self.dataset, tuple(DATASETS))
+        partition_lib.parse(self.partition)
 
-    def loss(self, params, variables, batch, key):
-        logits_BxK, variables = self.model.apply(params, variables, batch.images_BxHxWxC, True)
+    @property
+    def source(self) -> Dataset:
+        """The data set."""
+        return DATASETS[self.dataset]
+
+    @functools.cached_property
+    def network(self) -> ImageModel:
+        """The model for this data set's images and classes."""
+        return self.model(self.source.shape, self.source.classes)
+
+    @property
+    def units(self) -> tuple[tuple[str, int], ...]:
+        return self.network.units
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        return {"loss": "nats", "accuracy": ""}
+
+    def init(self, key: jax.Array) -> PyTree:
+        return self.network.init(key)[0]
+
+    def variables(self) -> PyTree:
+        return self.network.init(jax.random.key(0))[1]
+
+    def loss(self, params: PyTree, variables: PyTree, batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
+        logits_BxK, variables = self.network.apply(params, variables, batch.images_BxHxWxC, True)
         if not self.smoothing:
             return optax.softmax_cross_entropy_with_integer_labels(logits_BxK, batch.labels_B).mean(), variables
         labels_BxK = optax.smooth_labels(jax.nn.one_hot(batch.labels_B, logits_BxK.shape[-1]), self.smoothing)
         return optax.softmax_cross_entropy(logits_BxK, labels_BxK).mean(), variables
 
-    def measure(self, params, variables, examples):
-        logits_BxK, _ = self.model.apply(params, variables, examples.images_BxHxWxC, False)
+    def measure(self, params: PyTree, variables: PyTree, examples: PyTree) -> tuple[dict[str, jax.Array], jax.Array]:
+        logits_BxK, _ = self.network.apply(params, variables, examples.images_BxHxWxC, False)
         nll_B = optax.softmax_cross_entropy_with_integer_labels(logits_BxK, examples.labels_B)
         return {"loss": nll_B, "accuracy": (logits_BxK.argmax(axis=-1) == examples.labels_B) * 1.0}, jnp.ones_like(nll_B)
 
-    def examples(self, batch_size):
-        images_BxHxWxC = jax.ShapeDtypeStruct((batch_size, *self.dataset.shape), jnp.float32)
+    def examples(self, batch_size: int) -> Examples:
+        images_BxHxWxC = jax.ShapeDtypeStruct((batch_size, *self.source.shape), jnp.float32)
         return Examples(images_BxHxWxC, jax.ShapeDtypeStruct((batch_size,), jnp.int32))
 
-    def load(self, num_workers, batch_size, seed):
-        change = _augmented(seed, self.dataset.mirrored) if self.augment else None
-        return _load(self.dataset.read(self.path), self.validation, self.partition, num_workers, batch_size, seed, change)
+    def load(self, num_workers: int, batch_size: int, seed: int) -> Data:
+        change = _augmented(seed, self.source.mirrored) if self.augment else None
+        return _load(self.source.read(self.path), self.validation, self.partition, num_workers, batch_size, seed, change)
 
 
 def _divided(count: int, tested: int, validation: float | None) -> tuple[np.ndarray, np.ndarray]:
@@ -166,3 +161,6 @@ def _augmented(seed: int, mirrored: bool) -> Callable[[np.ndarray, int, int], np
         return padded[np.arange(B)[:, None, None], row_Bx1x1 + np.arange(H)[:, None], column_Bx1x1 + columns_Bx1xW]
 
     return change
+
+
+images = ImageTask

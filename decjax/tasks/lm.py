@@ -10,38 +10,29 @@ is the loss per token divided by the mean number of bytes in a predicted token.
 References: Bengio et al. 2003, JMLR 3 (neural language models and their perplexity); Sennrich et al. 2016, arXiv 1508.07909 (BPE).
 """
 
-import dataclasses
+from collections.abc import Mapping
 import math
-from typing import Any
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 
-from decjax import models, registry
+from decjax.models import Model, decoder
+from decjax.options import Range
 from decjax.tasks import bpe, text
 from decjax.tasks import partition as partition_lib
-from decjax.tasks.task import Data, Metric, Task
+from decjax.tasks.task import Data, Task
+from decjax.typing import PyTree
 
-MAX_SAMPLE_BYTES = 100_000
 PROMPT = 32  # bytes, or tokens
-TOKENIZERS = ("bytes", "bpe")
 
 
-@registry.register("task", "lm", models=("decoder",))
-def lm(
-    model: models.Model,
-    *,
-    path: str = "",
-    field: str = "text",
-    tokenizer: str = "bytes",
-    partition: str = "iid",
-    sample_bytes: int = 400,
-) -> Task:
+class Lm(Task, name="lm"):
     """Language modelling: predicts the next byte of a text, or the next token; the metric is the loss in nats for each of them.
 
     All runs report the perplexity e^loss, per byte or per token; with tokens they also report the loss per byte.
 
-    Args:
+    Attributes:
         model: a language model with a vocabulary of at least 256.
         path: a text file or a folder of them, JSON lines, Parquet, or module:NAME of a source of text; see `tasks.sources`. Empty:
             the sources of the running Python's standard library.
@@ -50,54 +41,45 @@ def lm(
         partition: which windows of text each worker has: "iid", "contiguous" or "dirichlet(alpha=0.1)", by file; see
             `tasks.partition`.
         sample_bytes: how many bytes or tokens of text the trained model writes at the end; 0: none.
-
-    Raises:
-        ValueError: if an option is none of these; from `load`, if the path holds no or too little text.
     """
-    partition_lib.parse(partition)
-    if not 0 <= sample_bytes <= MAX_SAMPLE_BYTES:
-        raise ValueError(f"task sample_bytes={sample_bytes} must lie between 0 and {MAX_SAMPLE_BYTES}")
-    if model.vocabulary < 256:
-        raise ValueError(f"model vocabulary={model.vocabulary} is less than 256, the number of bytes; use 256")
-    if tokenizer not in TOKENIZERS:
-        raise ValueError(f"task tokenizer={tokenizer!r} is unknown; use one of {', '.join(TOKENIZERS)}")
-    form = _Next(model, path, field, tokenizer, partition, sample_bytes)
-    return Task(
-        init=model.init,
-        loss=form.loss,
-        measure=form.measure,
-        metrics={"loss": Metric("nats/byte" if tokenizer == "bytes" else "nats/token")},
-        examples=lambda batch_size: jax.ShapeDtypeStruct((batch_size, model.context + 1), jnp.int32),
-        load=form.load,
-        items=model.context,
-        item="tokens",
-        parts=model.parts,
-        divided=model.divided,
-        units=model.units,
-        derived=form.derived,
-        show=form.show if sample_bytes else None,
-    )
 
+    models = ("decoder",)
+    item = "tokens"
 
-@dataclasses.dataclass(frozen=True)
-class _Next:
-    """The task's functions."""
+    model: Model
+    path: str = ""
+    field: str = "text"
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    partition: str = "iid"
+    sample_bytes: Annotated[int, Range(0, 100_000)] = 400
 
-    model: models.Model
-    path: str
-    field: str
-    tokenizer: str
-    partition: str
-    sample_bytes: int
+    def __post_init__(self):
+        partition_lib.parse(self.partition)
+        if self.model.vocabulary < 256:
+            raise ValueError(f"model vocabulary={self.model.vocabulary} is less than 256, the number of bytes; use 256")
 
-    def loss(self, params, variables, tokens_BxT1, key):
-        return self.model.nll(params, tokens_BxT1, key).mean(), variables
+    @property
+    def metrics(self) -> dict[str, str]:
+        return {"loss": "nats/byte" if self.tokenizer == "bytes" else "nats/token"}
 
-    def measure(self, params, variables, tokens_BxT1):
-        nll_BxT = self.model.nll(params, tokens_BxT1, jax.random.key(0))
+    @property
+    def items(self) -> int:
+        return self.model.context
+
+    def init(self, key: jax.Array) -> PyTree:
+        return self.model.init(key)
+
+    def examples(self, batch_size: int) -> PyTree:
+        return jax.ShapeDtypeStruct((batch_size, self.model.context + 1), jnp.int32)
+
+    def loss(self, params: PyTree, variables: PyTree, batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
+        return self.model.nll(params, batch, key).mean(), variables
+
+    def measure(self, params: PyTree, variables: PyTree, examples: PyTree) -> tuple[dict[str, jax.Array], jax.Array]:
+        nll_BxT = self.model.nll(params, examples, jax.random.key(0))
         return {"loss": nll_BxT.sum(axis=1)}, jnp.full(len(nll_BxT), float(self.model.context))
 
-    def load(self, num_workers, batch_size, seed):
+    def load(self, num_workers: int, batch_size: int, seed: int) -> Data:
         T, coder = self.model.context, None
         corpus = text.load_corpus(self.path, min_bytes=T + 1, field=self.field)
         if self.tokenizer == "bpe":
@@ -121,13 +103,18 @@ class _Next:
             more=coder,
         )
 
-    def derived(self, values, data, limit):
+    def derived(self, values: Mapping[str, float], data: Data, limit: int) -> dict[str, float]:
         found = {"perplexity": math.exp(min(values["loss"], 700.0))}
         if data.more is None:
             return found
         return found | {"loss_per_byte": values["loss"] / float(data.more.bytes_V[data.validation(limit)[:, 1:]].mean())}
 
-    def show(self, params: Any, variables: Any, data: Data, key: jax.Array) -> str:
+    def show(self, params: PyTree, variables: PyTree, data: Data, key: jax.Array) -> str:
+        if not self.sample_bytes:
+            return ""
         prompt = data.validation(1)[0, :PROMPT].tolist()
-        tokens = [*prompt, *models.sample(self.model, params, prompt, self.sample_bytes, key)]
+        tokens = [*prompt, *decoder.sample(self.model, params, prompt, self.sample_bytes, key)]
         return (data.more.decode(tokens) if data.more else bytes(tokens)).decode("utf-8", errors="replace")
+
+
+lm = Lm

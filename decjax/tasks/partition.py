@@ -9,31 +9,45 @@ The partition is a function of (its name and options, the labels, N, the seed). 
 Reference: Hsu et al. 2019, arXiv 1909.06335. Here every example is used: workers whose class has run out take examples of others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import itertools
 import math
+from typing import Any
 
 import grain
 import numpy as np
 
 from decjax import registry
+from decjax.options import Positive, check_choice
 
 
 def parse(partition: str) -> tuple[str, float]:
-    """(name, α) of a partition such as "dirichlet(alpha=0.1)"; α is ∞ for the others. Raises a ValueError for anything else."""
-    name, options = registry.parse("partition", partition)
-    if name not in ("iid", "contiguous", "dirichlet"):
-        raise ValueError(f"partition {partition!r} is unknown; use one of iid, contiguous, dirichlet(alpha=0.1)")
-    if name != "dirichlet":
-        if options:
-            raise ValueError(f"partition {partition!r}: {name!r} has no options; use {name!r}")
-        return name, math.inf
-    alpha = options.pop("alpha", 0.1)
-    if options:
-        raise ValueError(f"partition {partition!r} has no option {min(options)!r}; use dirichlet(alpha=0.1)")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise ValueError(f"partition {partition!r}: alpha={alpha} must be a positive number, such as 0.1")
-    return name, float(alpha)
+    """Return (name, α) of a partition such as "dirichlet(alpha=0.1)"; α is ∞ for the others."""
+    name, options = choose("partition", partition, PARTITIONS)
+    return name, options.get("alpha", math.inf)
+
+
+def choose(kind: str, text: str, known: Mapping[str, Callable]) -> tuple[str, dict[str, Any]]:
+    """Return the name of a function in a table and all of its options, from a call form; a ValueError if they are none."""
+    name, given = registry.parse(kind, text)
+    check_choice(kind, name, tuple(known))
+    options = {key: option for key, option in registry.options_of(known[name]).items() if not option.is_required}
+    if unknown := given.keys() - options.keys():
+        fix = f"use {', '.join(options)}" if options else "it has none, leave it out"
+        raise ValueError(f"{kind} {registry.shown(text)} has no option {min(unknown)!r}; {fix}")
+    words = {"true": True, "false": False}
+    return name, registry.fill(f"{kind} {name!r}: ", {key: words.get(str(x), x) for key, x in given.items()}, options)
+
+
+def _everywhere() -> None:
+    """Distribute anew in every epoch, or by position."""
+
+
+def _by_class(alpha: Positive = 0.1) -> None:
+    """Distribute by class."""
+
+
+PARTITIONS = {"iid": _everywhere, "contiguous": _everywhere, "dirichlet": _by_class}
 
 
 def deal(partition: str, labels: np.ndarray, num_workers: int, batch_size: int, seed: int) -> Callable[[int, int], np.ndarray]:

@@ -8,17 +8,15 @@ thirds. The gradient of one example is ∇f_i(x) − σ ξ with E‖ξ‖² = 1.
 variance of the gradient of a batch of B.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import registry
-from decjax.tasks.task import Data, Metric, Task
-
-MAX_DIMENSION = 10**6
+from decjax.options import Range
+from decjax.tasks.task import Data, Task
+from decjax.typing import PyTree
 
 
 class Examples(NamedTuple):
@@ -28,70 +26,74 @@ class Examples(NamedTuple):
     target_BxP: Any
 
 
-@registry.register("task", "quadratics", models=(), evaluated_once=True)
-def quadratics(
-    model: None = None, *, dimension: int = 64, heterogeneity: float = 1.0, noise: float = 1.0, condition: float = 10.0
-) -> Task:
+class Quadratics(Task, name="quadratics"):
     """Minimizes a sum of noisy quadratics, one per worker, whose optimum `x*` is known.
 
     Metrics are `f(x) − f(x*)`, as "loss", and the squared distance from `x*`.
 
-    Args:
+    Attributes:
         model: None; the parameters are x.
-        dimension: P, of x, at most 10⁶.
-        heterogeneity: ζ ≥ 0, the root of the mean squared norm of the workers' gradients at the optimum.
-        noise: σ ≥ 0, the standard deviation of the gradient of one example.
-        condition: κ ≥ 1, the condition number of the Hessian of the sum.
-
-    Raises:
-        ValueError: if an option lies outside its range.
+        dimension: P, of x.
+        heterogeneity: ζ, the root of the mean squared norm of the workers' gradients at the optimum.
+        noise: σ, the standard deviation of the gradient of one example.
+        condition: κ, the condition number of the Hessian of the sum.
     """
-    if not 1 <= dimension <= MAX_DIMENSION:
-        raise ValueError(f"task dimension={dimension} must lie between 1 and {MAX_DIMENSION}")
-    for name, value, least in (("heterogeneity", heterogeneity, 0), ("noise", noise, 0), ("condition", condition, 1)):
-        if not least <= value <= 1e6:
-            raise ValueError(f"task {name}={value} must lie between {least} and 1e6")
 
-    def loss(params, variables, batch, key):
-        return measure(params, variables, batch)[0]["loss"].mean(), variables
+    evaluated_once = True
 
-    def measure(params, variables, examples):
+    model: None = None
+    dimension: Annotated[int, Range(1, 10**6)] = 64
+    heterogeneity: Annotated[float, Range(0, 1e6)] = 1.0
+    noise: Annotated[float, Range(0, 1e6)] = 1.0
+    condition: Annotated[float, Range(1, 1e6)] = 10.0
+
+    @property
+    def units(self) -> tuple[tuple[str, int], ...]:
+        return (("x", -1),)
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        return {"loss": "", "distance": ""}
+
+    def init(self, key: jax.Array) -> PyTree:
+        return {"x": jnp.zeros(self.dimension)}
+
+    def loss(self, params: PyTree, variables: PyTree, batch: Examples, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
+        return self.measure(params, variables, batch)[0]["loss"].mean(), variables
+
+    def measure(self, params: PyTree, variables: PyTree, examples: Examples) -> tuple[dict[str, jax.Array], jax.Array]:
         away_BxP = params["x"][None] - examples.target_BxP
         loss_B = 0.5 * (examples.curvature_BxP * away_BxP**2).sum(axis=-1)
         return {"loss": loss_B, "distance": (away_BxP**2).sum(axis=-1)}, jnp.ones_like(loss_B)
 
-    return Task(
-        init=lambda key: {"x": jnp.zeros(dimension)},
-        loss=loss,
-        measure=measure,
-        metrics={"loss": Metric(), "distance": Metric()},
-        examples=lambda batch_size: Examples(*[jax.ShapeDtypeStruct((batch_size, dimension), jnp.float32)] * 2),
-        units=(("x", -1),),
-        load=functools.partial(_load, dimension=dimension, heterogeneity=heterogeneity, noise=noise, condition=condition),
-    )
+    def examples(self, batch_size: int) -> Examples:
+        return Examples(*[jax.ShapeDtypeStruct((batch_size, self.dimension), jnp.float32)] * 2)
+
+    def load(self, num_workers: int, batch_size: int, seed: int) -> Data:
+        dimension, heterogeneity, noise, condition = self.dimension, self.heterogeneity, self.noise, self.condition
+        # The optimum does not depend on N, so that a run may continue with more workers.
+        optimum_P = np.random.default_rng((seed, 0)).normal(size=dimension)
+        rng = np.random.default_rng((seed, num_workers))
+        curvature_P = np.geomspace(1 / condition, 1, dimension)
+        spread_NxP = rng.uniform(-1 / 3, 1 / 3, (num_workers, dimension))
+        curvature_NxP = curvature_P * (1 + spread_NxP - spread_NxP.mean(axis=0))
+        u_NxP = rng.normal(size=(num_workers, dimension))
+        u_NxP -= u_NxP.mean(axis=0)
+        u_NxP /= max(1e-12, np.sqrt((u_NxP**2).sum(axis=1).mean()))
+
+        def examples(curvature_P, pull_BxP):
+            target_BxP = optimum_P + pull_BxP / curvature_P
+            return Examples(np.broadcast_to(np.float32(curvature_P), target_BxP.shape), np.float32(target_BxP))
+
+        def batch(worker, step):
+            xi_BxP = np.random.default_rng((seed, num_workers, worker, step)).normal(size=(batch_size, dimension)) / dimension**0.5
+            return examples(curvature_NxP[worker], heterogeneity * u_NxP[worker] + noise * xi_BxP)
+
+        return Data(
+            batch=batch,
+            validation=lambda limit: examples(curvature_P, np.zeros((1, dimension))),
+            fingerprint=f"quadratics({dimension=}, {heterogeneity=}, {noise=}, {condition=}), {seed=}",
+        )
 
 
-def _load(num_workers, batch_size, seed, dimension, heterogeneity, noise, condition) -> Data:
-    # The optimum does not depend on N, so that a run may continue with more workers.
-    optimum_P = np.random.default_rng((seed, 0)).normal(size=dimension)
-    rng = np.random.default_rng((seed, num_workers))
-    curvature_P = np.geomspace(1 / condition, 1, dimension)
-    spread_NxP = rng.uniform(-1 / 3, 1 / 3, (num_workers, dimension))
-    curvature_NxP = curvature_P * (1 + spread_NxP - spread_NxP.mean(axis=0))
-    u_NxP = rng.normal(size=(num_workers, dimension))
-    u_NxP -= u_NxP.mean(axis=0)
-    u_NxP /= max(1e-12, np.sqrt((u_NxP**2).sum(axis=1).mean()))
-
-    def examples(curvature_P, pull_BxP):
-        target_BxP = optimum_P + pull_BxP / curvature_P
-        return Examples(np.broadcast_to(np.float32(curvature_P), target_BxP.shape), np.float32(target_BxP))
-
-    def batch(worker, step):
-        xi_BxP = np.random.default_rng((seed, num_workers, worker, step)).normal(size=(batch_size, dimension)) / dimension**0.5
-        return examples(curvature_NxP[worker], heterogeneity * u_NxP[worker] + noise * xi_BxP)
-
-    return Data(
-        batch=batch,
-        validation=lambda limit: examples(curvature_P, np.zeros((1, dimension))),
-        fingerprint=f"quadratics({dimension=}, {heterogeneity=}, {noise=}, {condition=}), {seed=}",
-    )
+quadratics = Quadratics

@@ -1,26 +1,23 @@
-"""The interface of a task: all that the trainer and pipelines know of models and data.
+"""The interface of a task: all that the trainer and pipelines use of models and data.
 
     loss, variables = loss(params, variables, batch, key)      weighted mean over one worker's batch, to be differentiated
     sums_B, weight_B = measure(params, variables, examples)    one value per example; a metric is Σ sum ÷ Σ weight
 
-Variables are what a model stores beside its parameters and what no gradient changes, such as batch statistics; () where there are
+Variables are what a model stores next to its parameters and what no gradient changes, such as batch statistics; () where there are
 none. Each worker has its own; for evaluation they are averaged like the parameters.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+import jax
 import numpy as np
 
+from decjax import registry
+from decjax.options import Range
+from decjax.typing import PyTree
 
-class Metric(NamedTuple):
-    """A metric of a model's quality.
-
-    Attributes:
-        unit: such as "nats/byte"; empty for a plain number.
-    """
-
-    unit: str = ""
+HeldOut = Annotated[float, Range(0, 1, above=True, below=True)]  # share of examples that are for validation
 
 
 class Data(NamedTuple):
@@ -31,93 +28,109 @@ class Data(NamedTuple):
         validation: `validation(limit) -> examples`, evenly spaced ones, [W, …]; limit 0: all.
         fingerprint: identifies the data; a run is continued only on data with the same one.
         facts: `facts()`, numbers about the data by name, for a run's summary.
-        more: what the task's own `score` and `show` need besides, such as a tokenizer.
+        more: what `Task.derived`, `score` and `show` also need, such as a tokenizer.
     """
 
-    batch: Callable[[int, int], Any]
-    validation: Callable[[int], Any]
+    batch: Callable[[int, int], PyTree]
+    validation: Callable[[int], PyTree]
     fingerprint: str
     facts: Callable[[], Mapping[str, float]] = dict
     more: Any = None
 
 
-class Lookups(NamedTuple):
-    """The embedding tables of a model, which workers may divide among them, and the model's loss for vectors that were looked up.
+class Task(registry.Part, kind="task"):
+    """The loss of a model, its data and its metrics, as pure functions of plain pytrees.
 
-    The model's parameters are a dict. Its entry "tables" has the table of feature t, [V_t, D], at `[t]["embedding"]`.
-
-    Attributes:
-        sizes: V_t, rows of each table.
-        width: D.
-        indices: `indices(batch) -> indices_BxT`, the rows that a batch looks up.
-        loss: `loss(params, vectors_BxTxD, batch, key)`, the mean over a batch; its parameters are without "tables".
-    """
-
-    sizes: tuple[int, ...]
-    width: int
-    indices: Callable[[Any], Any]
-    loss: Callable[[Any, Any, Any, Any], Any]
-
-
-class Task(NamedTuple):
-    """A task: the loss of a model, its data and its metrics, as pure functions of plain pytrees.
-
-    A registered factory takes the built model as `model`. Its trait `models` names the models that it can train; further ones name
-    the task in their trait `tasks`. Models of images come as a function that the task calls with the images' shape and classes (see
-    `models.ImageModel`). The factory raises a ValueError for an option that is out of range or does not fit the model.
+    A task implements `init`, `loss`, `measure`, `metrics`, `examples` and `load`; all else has a default. Its trait `models` names the
+    models that it can train, and a model may name further tasks in its trait `tasks`. The built model is the field `model`. Models of
+    images come as a function that the task calls with the images' shape and classes (see `models.ImageModel`).
 
     Attributes:
-        init: `init(key) -> params`.
-        loss: `loss(params, variables, batch, key) -> (loss, variables)`, the mean over a worker's batch; the key is for dropout.
-        weight: `weight(batch)`, positive, the number that `loss` divides by where it depends on the batch's content, such as its
-            number of tokens without padding; microbatches count in proportion to it. None: the same for all batches of a size.
-        measure: `measure(params, variables, examples) -> (sums, weight_B)`; sums [B] by the name of the metric, which is Σ sum ÷ Σ
-            weight.
-        metrics: the metrics by name; "loss" is the first.
-        examples: `examples(B)`, shapes and dtypes of a batch; of the largest one where batches have a few shapes, or validation
-            examples are larger.
-        load: `load(num_workers, batch_size, seed) -> Data`, with B examples per worker; reads files.
-        items: how many items one example counts as in throughput: T tokens for a sequence.
-        item: what these are called, such as "tokens".
-        variables: `variables()`, the model's variables before training.
-        parts: the model split up for pipelines, a `models.Parts`; None if it cannot be divided.
-        divided: which parameters a tensor-parallel group divides; see `models.Model`.
-        units: which parameters belong to hidden units, of which a part of the network may be made: pairs of the end of a parameter's
-            path and the axis (negative, counted from the end) along which its units lie.
-        lookups: the model's embedding tables; None if it has none that could be divided.
-        derived: `derived(values, data, limit) -> values by name`, what follows from the metrics of so many validation examples (0: of
-            all), such as perplexity.
-        score: `score(params, variables, data) -> values by name`, metrics of a trained model that are no means over examples, such as
-            BLEU; found at the end, of the averaged model. None: there are none.
-        scores: these metrics by name.
-        show: `show(params, variables, data, key)`, a text for people that shows what the trained model does; None: nothing to show.
-        outputs: `outputs(params, variables, examples)`, what parts of the model put out, by the path of their weights with slashes: [M, J]
-            of a linear layer, by that of its `kernel` [I, J] (a sibling called `bias` is added); [M, D], the rows that are read, of a table
-            `embedding` [V, D]. For compressing the weights; None: they are not shown.
+        models: the registered models that it can train; () for a task with a model of its own.
+        item: what `items` counts, such as "tokens".
     """
 
-    init: Callable[[Any], Any]
-    loss: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
-    measure: Callable[[Any, Any, Any], tuple[dict[str, Any], Any]]
-    metrics: Mapping[str, Metric]
-    examples: Callable[[int], Any]
-    load: Callable[[int, int, int], Data]
-    weight: Callable[[Any], Any] | None = None
-    items: int = 1
-    item: str = "examples"
-    variables: Callable[[], Any] = lambda: ()
-    parts: Any = None
-    divided: tuple[tuple[str, int], ...] = ()
-    units: tuple[tuple[str, int], ...] = ()
-    lookups: Lookups | None = None
-    derived: Callable[[Mapping[str, float], Data, int], dict[str, float]] = lambda values, data, limit: {}
-    score: Callable[[Any, Any, Data], dict[str, float]] | None = None
-    scores: Mapping[str, Metric] = {}
-    show: Callable[[Any, Any, Data, Any], str] | None = None
-    outputs: Callable[[Any, Any, Any], dict[str, Any]] | None = None
+    models: ClassVar[tuple[str, ...]] = ()
+    item: ClassVar[str] = "examples"
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """The unit of each metric by name, such as "nats/byte", or empty; "loss" is the first."""
+        raise NotImplementedError
+
+    @property
+    def scores(self) -> dict[str, str]:
+        """The same for the metrics that `score` returns."""
+        return {}
+
+    def init(self, key: jax.Array) -> PyTree:
+        """Return the initial parameters."""
+        raise NotImplementedError
+
+    def loss(self, params: PyTree, variables: PyTree, batch: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
+        """Return (mean loss over a worker's batch, variables); the key is for dropout."""
+        raise NotImplementedError
+
+    def measure(self, params: PyTree, variables: PyTree, examples: PyTree) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Return (sums [B] by name of the metric, weights [B])."""
+        raise NotImplementedError
+
+    def examples(self, batch_size: int) -> PyTree:
+        """Return shapes and dtypes of a batch; of the largest one if batches have a few shapes or validation examples are larger."""
+        raise NotImplementedError
+
+    def load(self, num_workers: int, batch_size: int, seed: int) -> Data:
+        """Return the data, with B examples per worker; the only method that reads files."""
+        raise NotImplementedError
+
+    def weight(self, batch: PyTree) -> jax.Array | None:
+        """Return the positive number that `loss` divides by if it depends on the batch, such as its tokens without padding.
+
+        Microbatches count in proportion to it. None: it is the same for all batches of a size.
+        """
+        return None
+
+    def variables(self) -> PyTree:
+        """Return the model's variables before training."""
+        return ()
+
+    def derived(self, values: Mapping[str, float], data: Data, limit: int) -> dict[str, float]:
+        """Return metrics that follow from those of `limit` validation examples (0: of all), such as perplexity."""
+        return {}
+
+    def score(self, params: PyTree, variables: PyTree, data: Data) -> dict[str, float]:
+        """Return metrics of the trained, averaged model that are no means over examples, such as BLEU."""
+        return {}
+
+    def show(self, params: PyTree, variables: PyTree, data: Data, key: jax.Array) -> str:
+        """Return a text that shows people what the trained model does, or an empty one."""
+        return ""
+
+    @property
+    def items(self) -> int:
+        """How many items one example counts as in throughput: T tokens for a sequence."""
+        return 1
+
+    @property
+    def parts(self) -> Any:
+        """The model split up for pipelines, a `models.Parts`; None if it cannot be divided."""
+        return getattr(getattr(self, "model", None), "parts", None)
+
+    @property
+    def divided(self) -> tuple[tuple[str, int], ...]:
+        """Which parameters a tensor-parallel group divides; see `models.Model`."""
+        return getattr(getattr(self, "model", None), "divided", ())
+
+    @property
+    def units(self) -> tuple[tuple[str, int], ...]:
+        """Which parameters belong to hidden units, of which a part of the network may be made.
+
+        Pairs of the end of a parameter's path and the axis (negative, counted from the end) along which its units are.
+        """
+        return getattr(getattr(self, "model", None), "units", ())
 
 
 def spaced(count: int, limit: int) -> np.ndarray:
-    """Indices of `limit` evenly spaced ones of `count` examples, or of all where `limit` is 0 or larger than `count`."""
+    """Return the indices of `limit` evenly spaced ones of `count` examples, or of all where `limit` is 0 or larger than `count`."""
     chosen = min(limit, count) if limit else count
     return np.arange(chosen) * count // chosen

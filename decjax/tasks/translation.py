@@ -14,101 +14,83 @@ Papineni et al. 2002 (BLEU); Post 2018, arXiv 1804.08771 (sacrebleu).
 """
 
 import dataclasses
-from typing import Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decjax import models, registry
 from decjax.models import beam
-from decjax.models.translator import PAD, SPECIAL
+from decjax.models.translator import PAD, SPECIAL, Translator
+from decjax.options import Decay, Range
 from decjax.tasks import bpe, parallel
 from decjax.tasks import partition as partition_lib
 from decjax.tasks.parallel import Pairs
-from decjax.tasks.task import Data, Metric, Task, spaced
+from decjax.tasks.task import Data, Task, spaced
+from decjax.typing import PyTree
 
 PART = 64  # sources that are translated at once
 SHOWN = 3  # translations that are shown at the end
 
 
-@registry.register("task", "translation", models=("translator",))
-def translation(
-    model: models.Translator,
-    *,
-    path: str = "",
-    source: str = "de",
-    target: str = "en",
-    test: str = "test_2016_flickr",
-    length: int = 40,
-    partition: str = "iid",
-    smoothing: float = 0.1,
-    beams: int = 4,
-    alpha: float = 0.6,
-) -> Task:
+class Translation(Task, name="translation"):
     """Translation between two languages; metrics are the loss in nats per token, and BLEU of the averaged model at the end.
 
-    An example counts as `length` tokens in throughput: what fills a sentence up is computed, too, so it counts.
+    An example counts as `length` tokens in throughput, since padding is computed, too.
 
-    Args:
+    Attributes:
         model: a translation model.
         path: a folder of parallel files, one sentence a line: train.de, train.en, val.de, val.en and those of `test`; plain or .gz.
         source: the language to translate from, the end of its files' names.
         target: the language to translate to.
         test: name of the split that BLEU is measured on.
-        length: tokens of the longest sentence with its end; what is longer is cut.
+        length: tokens of the longest sentence with its end; longer ones are cut.
         partition: which pairs each worker has: "iid" or "contiguous".
         smoothing: share ε of the target distribution that is spread over all tokens while training; see `optax.smooth_labels`.
         beams: width of the beam search; 1 with alpha=0: greedy search.
         alpha: exponent of the length penalty; see `models.beam`.
-
-    Raises:
-        ValueError: if an option is out of range; from `load`, if the path does not hold such files.
     """
-    name, _ = partition_lib.parse(partition)
-    if name == "dirichlet":
-        raise ValueError(f"task partition={partition!r}: sentences have no classes; use iid or contiguous")
-    if source == target:
-        raise ValueError(f"task source={source!r} and target={target!r} are the same language; use two, such as de and en")
-    if not 6 <= length <= 1024:
-        raise ValueError(f"task length={length} must lie between 6 and 1024, such as 40")
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"task smoothing={smoothing} must be at least 0 and less than 1, such as 0.1")
-    if not 1 <= beams <= 64:
-        raise ValueError(f"task beams={beams} must lie between 1 and 64, such as 4")
-    if not 0 <= alpha <= 10:
-        raise ValueError(f"task alpha={alpha} must lie between 0 and 10, such as 0.6")
-    form = _Translation(model, path, (source, target), test, length, partition, smoothing, beams, alpha)
-    return Task(
-        init=model.init,
-        loss=form.loss,
-        weight=lambda pairs: _real(pairs).sum(),
-        measure=form.measure,
-        metrics={"loss": Metric("nats/token")},
-        examples=form.examples,
-        load=form.load,
-        items=length,
-        item="tokens",
-        score=form.score,
-        scores={"bleu": Metric()},
-        show=form.show,
-    )
 
+    models = ("translator",)
+    item = "tokens"
 
-@dataclasses.dataclass(frozen=True)
-class _Translation:
-    """The task's functions."""
+    model: Translator
+    path: str = ""
+    source: str = "de"
+    target: str = "en"
+    test: str = "test_2016_flickr"
+    length: Annotated[int, Range(6, 1024)] = 40
+    partition: str = "iid"
+    smoothing: Decay = 0.1
+    beams: Annotated[int, Range(1, 64)] = 4
+    alpha: Annotated[float, Range(0, 10)] = 0.6
 
-    model: models.Translator
-    path: str
-    languages: tuple[str, str]
-    test: str
-    length: int
-    partition: str
-    smoothing: float
-    beams: int
-    alpha: float
+    def __post_init__(self):
+        if partition_lib.parse(self.partition)[0] == "dirichlet":
+            raise ValueError(f"task partition={self.partition!r}: sentences have no classes; use iid or contiguous")
+        if self.source == self.target:
+            raise ValueError(
+                f"task source={self.source!r} and target={self.target!r} are the same language; use two, such as de and en"
+            )
+
+    @property
+    def items(self) -> int:
+        return self.length
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        return {"loss": "nats/token"}
+
+    @property
+    def scores(self) -> dict[str, str]:
+        return {"bleu": ""}
+
+    def init(self, key: jax.Array) -> PyTree:
+        return self.model.init(key)
+
+    def weight(self, batch: Pairs) -> jax.Array:
+        return _real(batch).sum()
 
     def _nll(self, params, pairs, key, smoothing):
         """(nll_BxT in nats, real_BxT: 1 where there is a token to predict)."""
@@ -120,21 +102,21 @@ class _Translation:
             nll_BxT = (1 - smoothing) * nll_BxT + smoothing * uniform_BxT
         return nll_BxT, _real(pairs)
 
-    def loss(self, params, variables, pairs, key):
-        nll_BxT, real_BxT = self._nll(params, pairs, key, self.smoothing)
+    def loss(self, params: PyTree, variables: PyTree, batch: Pairs, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
+        nll_BxT, real_BxT = self._nll(params, batch, key, self.smoothing)
         return (nll_BxT * real_BxT).sum() / real_BxT.sum(), variables
 
-    def measure(self, params, variables, pairs):
-        nll_BxT, real_BxT = self._nll(params, pairs, None, 0.0)
+    def measure(self, params: PyTree, variables: PyTree, examples: Pairs) -> tuple[dict[str, jax.Array], jax.Array]:
+        nll_BxT, real_BxT = self._nll(params, examples, None, 0.0)
         return {"loss": (nll_BxT * real_BxT).sum(axis=1)}, real_BxT.sum(axis=1)
 
-    def examples(self, batch_size):
+    def examples(self, batch_size: int) -> Pairs:
         shape = lambda length: jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
         return Pairs(shape(self.length), shape(self.length + 1))
 
-    def load(self, num_workers, batch_size, seed):
+    def load(self, num_workers: int, batch_size: int, seed: int) -> Data:
         _bleu()  # A run should not end with the error.
-        train, valid, test = (parallel.read(self.path, split, self.languages) for split in ("train", "val", self.test))
+        train, valid, test = (parallel.read(self.path, split, (self.source, self.target)) for split in ("train", "val", self.test))
         if len(train[0]) < num_workers:
             raise ValueError(
                 f"data path {self.path!r} has {len(train[0])} pairs of sentences for {num_workers} workers; "
@@ -153,13 +135,14 @@ class _Translation:
             more=_Test(coder, test[0], test[1]),
         )
 
-    def translate(self, params, data, texts):
+    def translate(self, params: PyTree, data: Data, texts: list[bytes]) -> list[str]:
+        """Return the model's translations."""
         test = data.more
         source_BxS = parallel.lay_out(test.coder.encode(texts), [np.zeros(0, np.int32)] * len(texts), self.length).source_BxS
         found = beam.search(self.model, params, source_BxS, beams=self.beams, alpha=self.alpha, length=self.length)
         return [test.coder.decode(beam.cut(tokens_T)).decode(errors="replace") for tokens_T in np.asarray(found)]
 
-    def score(self, params, variables, data):
+    def score(self, params: PyTree, variables: PyTree, data: Data) -> dict[str, float]:
         # Sources of like length together, in parts of one shape.
         test = data.more
         order = np.argsort([len(text) for text in test.sources], kind="stable")
@@ -171,7 +154,7 @@ class _Translation:
         references = [text.decode(errors="replace") for text in test.targets]
         return {"bleu": _bleu()([written[k] for k in range(len(references))], [references]).score}
 
-    def show(self, params: Any, variables: Any, data: Data, key: jax.Array) -> str:
+    def show(self, params: PyTree, variables: PyTree, data: Data, key: jax.Array) -> str:
         texts = [data.more.sources[k] for k in spaced(len(data.more.sources), SHOWN)]
         pairs = zip(texts, self.translate(params, data, texts), strict=True)
         return "\n".join(f"{text.decode(errors='replace')}\n  → {found}" for text, found in pairs)
@@ -197,3 +180,6 @@ class _Test:
     coder: bpe.Bpe
     sources: list[bytes]
     targets: list[bytes]
+
+
+translation = Translation

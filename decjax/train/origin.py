@@ -77,8 +77,7 @@ def replicas(origin: Origin, members: Members) -> tuple[int, Any, str]:
     n, num_workers, trainer = origin.num_workers, members.spec.workers, members.trainer
     step, (state, weight_N), damage = origin.checkpoints.newest(lambda step: _read(origin, step, trainer))
     # Mixers start from one model on all workers, here the average of the replicas.
-    gather = trainer.setup.source.gather
-    params = gather(state["params"]) if gather else state["params"]
+    params = trainer.setup.source.gathered(state["params"])
     average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params, weight_N), params)
     note = (
         f"{damage}starting from step {step} of {origin.folder}; {n} replicas became {num_workers}, "

@@ -392,9 +392,8 @@ class Run:
         if not self.first:
             return
         task = self.trainer.setup.task
-        if task.score:
-            summary |= {f"eval_{name}": value for name, value in task.score(*model, self.trainer.data).items()}
+        summary |= {f"eval_{name}": value for name, value in task.score(*model, self.trainer.data).items()}
         with metrics.writing(self.workdir, "summary.json"):
             files.write_whole(self.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
-        if task.show:
-            samples.append(task.show(*model, self.trainer.data, jax.random.key(self.spec.seed)))
+        if sample := task.show(*model, self.trainer.data, jax.random.key(self.spec.seed)):
+            samples.append(sample)

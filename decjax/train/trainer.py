@@ -53,8 +53,10 @@ class Trainer:
 
     def start(self, params: Any) -> State:
         """The state before the first step, from given parameters of one model; leaves [S, …] with stages."""
-        if deal := self.setup.source.deal:
-            params = jax.jit(deal, out_shardings=self.workers.shardings(jax.eval_shape(deal, params)))(params)
+        if self.setup.source.divided:
+            params = jax.jit(self.setup.stacked, out_shardings=self.workers.shardings(jax.eval_shape(self.setup.stacked, params)))(
+                params
+            )
         else:
             params = self.workers.stack(params)
         return State(params, *(init(params) for init in self._inits))
@@ -122,7 +124,7 @@ class Trainer:
 
     @functools.cached_property
     def _more(self) -> Callable[[Any], jax.Array] | None:
-        more = self.setup.source.more_bytes
+        more = self.setup.source.extra_bytes
         return more and self.workers.jit(more, (0,))
 
     def _bytes_by_phase(self, state: State) -> float:
@@ -149,7 +151,7 @@ class Trainer:
     @functools.cached_property
     def _join(self):
         join = self.setup.source.models
-        if self.workers.stages == 1 and not self.setup.source.gather:
+        if self.workers.stages == 1 and not self.setup.source.divided:
             return lambda params: params
         return jax.jit(join, out_shardings=self.workers.whole.shardings(jax.eval_shape(join, self.abstract.params)))
 

@@ -25,7 +25,7 @@ from configs import lm
 from decjax import codecs, models, reduce, registry, train
 from decjax import config as parts
 from decjax.codecs import entropy
-from decjax.pipeline import sums
+from decjax.contrib.tensor_sums import CodedSums, product
 from experiments import script
 
 FLAGS = flags.FLAGS
@@ -37,7 +37,7 @@ class Messages:
 
     def __init__(self, model: dict[str, Any], params: Any, tokens_BxT1: jax.Array):
         self.found: dict[str, list[np.ndarray]] = {"dp": [], "pp": [], "tp": []}
-        made = models.decoder_lm(**model, product=sums.product(self._contract))
+        made = models.decoder_lm(**model, product=product(self._contract))
         assert made.parts is not None
         nll, _ = made.parts.functions((made.parts.depth // STAGES,) * STAGES, lambda params, x_BxTxD, v: self._passed(x_BxTxD))
         grads = jax.jit(jax.grad(lambda params: nll(params, tokens_BxT1, None).mean()))(params)
@@ -76,7 +76,7 @@ def sent(codec: codecs.Codec, model: dict[str, Any], rows: int, params: Any) -> 
     return {
         "dp": float(reducer.num_bytes(params, WORKERS)[0]),
         "pp": 2.0 * (STAGES - 1) * DEVICES * codec.num_bytes((rows // DEVICES, width), np.float32),
-        "tp": 4.0 * model["depth"] * DEVICES * sums.num_bytes(codec, (rows, width), DEVICES),
+        "tp": 4.0 * model["depth"] * DEVICES * CodedSums(codec=codec).num_bytes((rows, width), DEVICES),
     }
 
 

@@ -8,7 +8,7 @@ import jax
 import ml_collections
 
 from decjax import config as parts
-from decjax import train
+from decjax import pipeline, train
 
 
 class Stepper:
@@ -17,7 +17,8 @@ class Stepper:
     def __init__(self, config: ml_collections.ConfigDict, gradient: Callable[[Callable], Callable] | None = None):
         setup = parts.build(parts.resolve(config, jax.device_count()))
         if gradient:
-            setup = dataclasses.replace(setup, source=setup.source._replace(gradient=gradient(setup.source.gradient)))
+            assert isinstance(setup.source, pipeline.Whole)
+            setup = dataclasses.replace(setup, source=dataclasses.replace(setup.source, around=gradient))
         self.trainer = train.Trainer(setup)
         self.state, self.batch, self.count = self.trainer.init(), self.trainer.batch(0), 0
 

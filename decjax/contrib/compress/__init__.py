@@ -14,17 +14,34 @@ With `principal(fraction=f,centred=false)` it lets their mean be.
 
 from collections.abc import Callable, Mapping
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from decjax import registry
-from decjax.models import features
+from decjax.contrib.compress import features
+from decjax.options import Fraction, Share
+from decjax.tasks import partition
+from decjax.typing import PyTree
+
+__all__ = ["EXAMPLES", "OF_OUTPUTS", "HasOutputs", "Smaller", "features", "make", "needs_outputs", "partition"]
 
 EXAMPLES = ("int8", "low_rank(fraction=0.5)", "prune(fraction=0.5)")
 OF_OUTPUTS = "principal(fraction=0.5)"  # needs outputs
-POSITIVE = ("low_rank", "principal")  # A rank of zero leaves nothing.
+
+
+@runtime_checkable
+class HasOutputs(Protocol):
+    """A task that returns what parts of its model put out."""
+
+    def outputs(self, params: PyTree, variables: PyTree, examples: PyTree) -> dict[str, jax.Array]:
+        """Return what parts of the model put out, by the path of their weights with slashes.
+
+        [M, J] of a linear layer, by that of its `kernel` [I, J] (a sibling called `bias` is added); [M, D], the rows that are read,
+        of a table `embedding` [V, D].
+        """
+        ...
 
 
 class Smaller(NamedTuple):
@@ -41,14 +58,14 @@ def int8(w_IxJ: np.ndarray) -> tuple[np.ndarray, int]:
     return steps_IxJ * scale_J, w_IxJ.size + 4 * scale_J.size
 
 
-def low_rank(w_IxJ: np.ndarray, fraction: float) -> tuple[np.ndarray, int]:
+def low_rank(w_IxJ: np.ndarray, fraction: Share = 0.5) -> tuple[np.ndarray, int]:
     """The nearest matrix of a lower rank."""
     R = max(1, math.ceil(fraction * min(w_IxJ.shape)))
     left, values, right = np.linalg.svd(w_IxJ.astype(np.float64), full_matrices=False)
     return (left[:, :R] * values[:R]) @ right[:R], 4 * min(R * sum(w_IxJ.shape), w_IxJ.size)
 
 
-def prune(w_IxJ: np.ndarray, fraction: float) -> tuple[np.ndarray, int]:
+def prune(w_IxJ: np.ndarray, fraction: Fraction = 0.5) -> tuple[np.ndarray, int]:
     """The smallest values are zero."""
     flat = w_IxJ.ravel().copy()
     gone = int(fraction * flat.size)
@@ -56,35 +73,24 @@ def prune(w_IxJ: np.ndarray, fraction: float) -> tuple[np.ndarray, int]:
     return flat.reshape(w_IxJ.shape), 4 * (flat.size - gone) + math.ceil(flat.size / 8)
 
 
-_FORMS: dict[str, Callable[..., tuple[np.ndarray, int]]] = {"int8": int8, "low_rank": low_rank, "prune": prune}
+def principal(params: PyTree, outputs: Mapping[str, Any], *, fraction: Share = 0.5, centred: bool = True) -> tuple[PyTree, int]:
+    """The nearest in what layers put out; see `features`."""
+    return features.project(params, outputs, fraction, centred)
+
+
+_FORMS: dict[str, Callable[..., tuple[Any, int]]] = {"int8": int8, "low_rank": low_rank, "prune": prune, "principal": principal}
 
 
 def needs_outputs(text: str) -> bool:
-    """Whether a form needs outputs of layers."""
+    """Return whether a form needs outputs of layers."""
     return registry.parse("form", text)[0] == "principal"
 
 
 def _checked(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the options of a form."""
-    name, options = registry.parse("form", text)
-    examples = (*EXAMPLES, OF_OUTPUTS)
-    if name not in (*_FORMS, "principal"):
-        raise ValueError(f"form {text!r} is unknown; use some of {', '.join(examples)}")
-    own = options.keys() - ({"centred"} if name == "principal" else set())
-    if own != (set() if name == "int8" else {"fraction"}):
-        raise ValueError(f"form {text!r}: write it as {next(example for example in examples if example.startswith(name))!r}")
-    fraction = options.get("fraction", 1.0)
-    if (
-        isinstance(fraction, bool)
-        or not isinstance(fraction, int | float)
-        or not 0 <= fraction <= 1
-        or (name in POSITIVE and not fraction)
-    ):
-        raise ValueError(f"form {text!r}: fraction={fraction} must be from 0 to 1, and above 0 for a rank")
-    if "centred" in options:
-        if (word := str(options["centred"]).lower()) not in ("true", "false"):
-            raise ValueError(f"form {text!r}: centred={word} must be true or false")
-        options = options | {"centred": word == "true"}
+    """Return the name and the options of a form."""
+    name, options = partition.choose("form", text, _FORMS)
+    if "fraction" in options and "fraction" not in registry.parse("form", text)[1]:
+        raise ValueError(f"form {text!r} needs a fraction; use '{name}(fraction=0.5)'")
     return name, options
 
 
@@ -101,7 +107,7 @@ def make(text: str) -> Callable[..., Smaller]:
         if name == "principal":
             if not outputs:
                 raise ValueError(f"form {text!r} needs outputs of layers, which this task does not show; use 'low_rank' instead")
-            return Smaller(*features.project(params, outputs, **options))
+            return Smaller(*principal(params, outputs, **options))
         total = 0
 
         def one(x: Any) -> np.ndarray:

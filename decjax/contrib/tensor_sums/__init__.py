@@ -29,17 +29,62 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import codecs, mesh
+from decjax import codecs, mesh, registry
 from decjax.reduce import messages
 
-# (x_RxF, kernel_FxG) -> x @ kernel, where the devices of a group hold columns of x and rows of the kernel.
-Contract = Callable[[jax.Array, jax.Array], jax.Array]
+__all__ = ["SCOPE", "CodedSums", "messages", "product"]
+
 WIDE = np.float32  # in which terms are encoded and added up
 SCOPE = "group_sum"  # in the names of the messages of a compiled program
 
 
-def product(contract: Contract) -> Callable[[jax.Array, jax.Array, int], Any]:
-    """The `models.decoder.Product` of models whose sums over a tensor-parallel group are made by `contract`, forward and backward."""
+class CodedSums(registry.Part, kind="product", name="coded"):
+    """A `models.decoder.Product` whose sums over a tensor-parallel group travel coded, forward and backward.
+
+    Attributes:
+        codec: C, without state and random numbers, with messages of a fixed size.
+    """
+
+    codec: codecs.Codec | str = "int8"
+
+    def __post_init__(self):
+        faults = {
+            "has messages of varying size": not self.coder.static_bytes,
+            "keeps a state from one message to the next": self.coder.state_key,
+            "draws random numbers": self.coder.random,
+        }
+        for fault in (fault for fault, present in faults.items() if present):
+            raise ValueError(
+                f"tensor_codec={self.coder.name!r} {fault}, and the sums within a layer have none; use one such as 'zfp(rate=16)' or 'int8'"
+            )
+
+    @functools.cached_property
+    def coder(self) -> codecs.Codec:
+        """The codec itself."""
+        return registry.make("codec", self.codec)
+
+    def __call__(self, x_RxF: jax.Array, kernel_FxG: jax.Array, axis: int) -> jax.Array:
+        """Return x @ kernel, where the devices of a group hold the kernel divided along `axis`."""
+        return product(self.contract)(x_RxF, kernel_FxG, axis)
+
+    def contract(self, x_RxF: jax.Array, kernel_FxG: jax.Array) -> jax.Array:
+        """Return the sum of the devices' products of columns of x and rows of the kernel; without a group, the plain product."""
+        if mesh.tensor_size() == 1:
+            return x_RxF @ kernel_FxG
+        feedback = codecs.feedback.memoryless(codecs.of_any_shape(self.coder))
+
+        def on_device(x_RxF, kernel_FxG):
+            return _total(feedback, jnp.matmul(x_RxF, kernel_FxG, preferred_element_type=WIDE)).astype(x_RxF.dtype)
+
+        return mesh.each_part(on_device, (x_RxF, kernel_FxG), (1, 0))
+
+    def num_bytes(self, shape: tuple[int, int], num_devices: int) -> int:
+        """Return the bytes that each of K devices sends for the sum of R×G values; uncoded it is 2(K−1)/K of theirs."""
+        return min(_forms(self.coder, shape, num_devices).values())
+
+
+def product(contract: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array, int], Any]:
+    """Return the `models.decoder.Product` whose sums are made by `contract(x, kernel)`, forward and backward."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
     def multiply(x_RxF, kernel_FxG, axis):
@@ -54,48 +99,6 @@ def product(contract: Contract) -> Callable[[jax.Array, jax.Array, int], Any]:
 
     multiply.defvjp(forward, backward)
     return multiply
-
-
-def coded(codec: codecs.Codec) -> Contract:
-    """The sum of the devices' products, each of which travels as a message of a codec; without a group, the plain product.
-
-    Args:
-        codec: C, without state and random numbers, with messages of a fixed size.
-
-    Raises:
-        ValueError: if the codec is none of these.
-    """
-    check(codec)
-    feedback = codecs.feedback.memoryless(codecs.of_any_shape(codec))
-
-    def contract(x_RxF, kernel_FxG):
-        if mesh.tensor_size() == 1:
-            return x_RxF @ kernel_FxG
-
-        def on_device(x_RxF, kernel_FxG):
-            return _total(feedback, jnp.matmul(x_RxF, kernel_FxG, preferred_element_type=WIDE)).astype(x_RxF.dtype)
-
-        return mesh.each_part(on_device, (x_RxF, kernel_FxG), (1, 0))
-
-    return contract
-
-
-def check(codec: codecs.Codec) -> None:
-    """Raises a ValueError for a codec that cannot encode the terms of a sum."""
-    faults = {
-        "has messages of varying size": not codec.static_bytes,
-        "keeps a state from one message to the next": codec.state_key,
-        "draws random numbers": codec.random,
-    }
-    for fault in (fault for fault, present in faults.items() if present):
-        raise ValueError(
-            f"tensor_codec={codec.name!r} {fault}, and the sums within a layer have none; use one such as 'zfp(rate=16)' or 'int8'"
-        )
-
-
-def num_bytes(codec: codecs.Codec, shape: tuple[int, int], num_devices: int) -> int:
-    """Bytes that each of K devices sends for the sum of R×G values; uncoded it is 2(K−1)/K of theirs."""
-    return min(_forms(codec, shape, num_devices).values())
 
 
 def _forms(codec: codecs.Codec, shape: tuple[int, int], num_devices: int) -> dict[str, int]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax import registry
+from decjax.options import Count, Natural
 
 
 class ClickModel(NamedTuple):
@@ -32,7 +33,8 @@ class ClickModel(NamedTuple):
         logits: `logits(dense, numbers_BxF, vectors_BxTxD) -> logits_B`, from params["dense"].
         sizes: V_t, rows of each table.
         width: D, of the vectors.
-        outputs: `outputs(params, numbers_BxF, indices_BxT)`, what each layer puts out, and what is read of each table; see `tasks.Task`.
+        outputs: `outputs(params, numbers_BxF, indices_BxT)`, what each layer puts out, and what is read of each table; see
+            `contrib.compress.HasOutputs`.
     """
 
     init: Callable[[jax.Array], Any]
@@ -40,7 +42,7 @@ class ClickModel(NamedTuple):
     logits: Callable[[Any, jax.Array, jax.Array], jax.Array]
     sizes: tuple[int, ...]
     width: int
-    outputs: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]] | None = None
+    outputs: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]]
 
 
 Build = Callable[[int, tuple[int, ...]], ClickModel]  # (F, sizes of the tables), which the task knows
@@ -111,19 +113,16 @@ def _by_path(found: dict[str, list[jax.Array]], vectors_BxTxD: jax.Array) -> dic
 
 
 @registry.register("model", "dlrm")
-def dlrm(*, width: int = 8, hidden: int = 32, depth: int = 1) -> Build:
+def dlrm(*, width: Count = 8, hidden: Count = 32, depth: Natural = 1) -> Build:
     """DLRM: a perceptron of the numbers, a table for each categorical feature, dot products of all pairs, and a perceptron of these.
 
     Args:
-        width: D ≥ 1, of the vectors.
-        hidden: units of each hidden layer of both perceptrons, at least 1.
-        depth: hidden layers of each, at least 0.
+        width: D, of the vectors.
+        hidden: units of each hidden layer of both perceptrons.
+        depth: hidden layers of each.
 
     Reference: Naumov et al. 2019, arXiv 1906.00091.
     """
-    for name, value, least in (("width", width, 1), ("hidden", hidden, 1), ("depth", depth, 0)):
-        if value < least:
-            raise ValueError(f"model {name}={value}: must be at least {least}")
 
     def build(features, sizes):
         dense = lambda rngs: Dense(features, len(sizes), width, [hidden] * depth, rngs)

@@ -13,88 +13,87 @@ Reference: Zhu et al. 2023, arXiv 2305.09887 (RandomTMA, SuperTMA).
 """
 
 from collections.abc import Callable
-import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
-from decjax import models, registry
-from decjax.tasks import graph_partition, graphs
-from decjax.tasks.task import Data, Metric, Task
+from decjax.contrib.graphs import data as graphs
+from decjax.contrib.graphs import partition as graph_partition
+from decjax.contrib.graphs.model import Graph, GraphModel
+from decjax.options import Natural
+from decjax.tasks.task import Data, HeldOut, Task
+from decjax.typing import PyTree
 
 
 class Subgraphs(NamedTuple):
     """A batch of graphs, their nodes' labels, and weights: 1 for nodes that count for the loss, 0 for all others and for padding."""
 
-    graphs: models.Graph  # leaves [B, …]
+    graphs: Graph  # leaves [B, …]
     labels_BxV: Any
     weight_BxV: Any
 
 
-@registry.register("task", "nodes", models=("gcn",), evaluated_once=True)
-def nodes(
-    model: Callable[[int, int], models.GraphModel],
-    *,
-    graph: str = "blocks",
-    partition: str = "random",
-    targets: int = 0,
-    validation: float = 0.25,
-) -> Task:
+class Nodes(Task, name="nodes"):
     """Classification of a graph's nodes by workers that each see the edges inside of their own part; metrics are loss and accuracy.
 
-    Args:
+    Attributes:
         model: `build(features, classes) -> GraphModel`.
         graph: "karate", Zachary's club, or a stochastic block model, "blocks(communities=4,nodes=100,inside=0.1,between=0.01,
-            features=8,noise=2.0,seed=0)"; see `tasks.graphs`.
+            features=8,noise=2.0,seed=0)"; see `contrib.graphs.data`.
         partition: which nodes each worker has: "random", "min_cut", or "super(clusters=8)", with so many clusters for each worker; see
-            `tasks.graph_partition`.
-        targets: nodes of a worker that count for the loss of a step, drawn anew in each; 0: all that it trains on.
+            `contrib.graphs.partition`.
+        targets: nodes of a worker that count for the loss of a step, drawn in each step; 0: all that it trains on.
         validation: share of the nodes that is held out, between 0 and 1; they are the same in all runs.
-
-    Raises:
-        ValueError: if an option is none of these; from `load`, if there are more workers than nodes, a worker has no node to train
-            on, or `targets` are no fewer than all.
 
     Reference: Zhu et al. 2023, arXiv 2305.09887.
     """
-    if targets < 0:
-        raise ValueError(f"task targets={targets} must be at least 0, which is all nodes of a worker")
-    if not 0 < validation < 1:
-        raise ValueError(f"task validation={validation} must lie between 0 and 1, such as 0.25")
-    graph_partition.check(partition)
-    whole = graphs.load(graph)
-    form = _Nodes(model(whole.features_VxD.shape[1], whole.classes), whole, graph, partition, targets, validation)
-    return Task(
-        init=form.model.init,
-        loss=form.loss,
-        weight=lambda batch: batch.weight_BxV.sum(),
-        measure=form.measure,
-        metrics={"loss": Metric("nats"), "accuracy": Metric()},
-        examples=lambda batch_size: jax.eval_shape(lambda: form.whole(np.zeros(len(whole.labels_V)), batch_size)),
-        load=form.load,
-        item="graphs",
-    )
 
+    models = ("gcn",)
+    evaluated_once = True
+    item = "graphs"
 
-@dataclasses.dataclass(frozen=True)
-class _Nodes:
-    """The task's functions."""
+    model: Callable[[int, int], GraphModel]
+    graph: str = "blocks"
+    partition: str = "random"
+    targets: Natural = 0
+    validation: HeldOut = 0.25
 
-    model: models.GraphModel
-    graph: graphs.Labelled
-    name: str
-    partition: str
-    targets: int
-    validation: float
+    def __post_init__(self):
+        graph_partition.check(self.partition)
+        self.network  # noqa: B018  Refuses an unknown graph.
 
-    def loss(self, params, variables, batch, key):
+    @functools.cached_property
+    def data(self) -> graphs.Labelled:
+        """The whole graph."""
+        return graphs.load(self.graph)
+
+    @functools.cached_property
+    def network(self) -> GraphModel:
+        """The model for this graph's features and classes."""
+        return self.model(self.data.features_VxD.shape[1], self.data.classes)
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        return {"loss": "nats", "accuracy": ""}
+
+    def init(self, key: jax.Array) -> PyTree:
+        return self.network.init(key)
+
+    def weight(self, batch: Subgraphs) -> jax.Array:
+        return batch.weight_BxV.sum()
+
+    def examples(self, batch_size: int) -> PyTree:
+        return jax.eval_shape(lambda: self.whole(np.zeros(len(self.data.labels_V)), batch_size))
+
+    def loss(self, params: PyTree, variables: PyTree, batch: Subgraphs, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
         sums, weight_B = self.measure(params, variables, batch)
         return sums["loss"].sum() / weight_B.sum(), variables
 
-    def measure(self, params, variables, examples):
-        logits_BxVxK = jax.vmap(self.model.apply, (None, 0))(params, examples.graphs)
+    def measure(self, params: PyTree, variables: PyTree, examples: Subgraphs) -> tuple[dict[str, jax.Array], jax.Array]:
+        logits_BxVxK = jax.vmap(self.network.apply, (None, 0))(params, examples.graphs)
         nll_BxV = optax.softmax_cross_entropy_with_integer_labels(logits_BxVxK, examples.labels_BxV)
         right_BxV = (logits_BxVxK.argmax(axis=-1) == examples.labels_BxV) * 1.0
         sums = {"loss": nll_BxV, "accuracy": right_BxV}
@@ -103,14 +102,14 @@ class _Nodes:
     def whole(self, weight_V: np.ndarray, batch_size: int = 1) -> Subgraphs:
         """B times the whole graph."""
         return _repeated(
-            Subgraph.of(self.graph, np.arange(len(self.graph.labels_V))), np.tile(weight_V.astype(np.float32), (batch_size, 1))
+            Subgraph.of(self.data, np.arange(len(self.data.labels_V))), np.tile(weight_V.astype(np.float32), (batch_size, 1))
         )
 
-    def load(self, num_workers, batch_size, seed) -> Data:
-        V = len(self.graph.labels_V)
+    def load(self, num_workers: int, batch_size: int, seed: int) -> Data:
+        V = len(self.data.labels_V)
         held_out = np.random.default_rng(0).permutation(V)[: max(1, round(self.validation * V))]
         trained_V = ~np.isin(np.arange(V), held_out)
-        part_V = graph_partition.divide(self.partition, self.graph, num_workers, seed)
+        part_V = graph_partition.divide(self.partition, self.data, num_workers, seed)
         trained_N = np.bincount(part_V, trained_V, num_workers)
         if not trained_N.all():
             raise ValueError(
@@ -122,7 +121,7 @@ class _Nodes:
                 f"task targets={self.targets} changes nothing: a worker has at most {most} nodes to train on; use less, or 0 for all"
             )
         own = [np.flatnonzero(part_V == worker) for worker in range(num_workers)]
-        parts = [Subgraph.of(self.graph, chosen) for chosen in own]
+        parts = [Subgraph.of(self.data, chosen) for chosen in own]
         sizes = [max(len(x) for x in each) for each in zip(*parts)]
         parts = [Subgraph(*(_padded(x, size) for x, size in zip(part, sizes))) for part in parts]
         weights = [_padded(trained_V[chosen].astype(np.float32), len(parts[0].labels_V)) for chosen in own]
@@ -131,13 +130,11 @@ class _Nodes:
             rng = np.random.default_rng((seed, worker, step))
             return _repeated(parts[worker], np.stack([self.drawn(weights[worker], rng) for _ in range(batch_size)]))
 
-        kept = (
-            (part_V[self.graph.edges_Ex2[:, 0]] == part_V[self.graph.edges_Ex2[:, 1]]).mean() if len(self.graph.edges_Ex2) else 1.0
-        )
+        kept = (part_V[self.data.edges_Ex2[:, 0]] == part_V[self.data.edges_Ex2[:, 1]]).mean() if len(self.data.edges_Ex2) else 1.0
         return Data(
             batch=batch,
             validation=lambda limit: self.whole(~trained_V),
-            fingerprint=f"{self.name}, {V} nodes, crc {self.graph.crc:08x}",  # Not of the parts: another N has others.
+            fingerprint=f"{self.graph}, {V} nodes, crc {self.data.crc:08x}",  # Not of the parts: another N has others.
             facts=lambda: {"kept_edges": float(kept)},
         )
 
@@ -175,4 +172,7 @@ def _padded(x: np.ndarray, size: int) -> np.ndarray:
 def _repeated(part: Subgraph, weight_BxV: np.ndarray) -> Subgraphs:
     """A batch of one graph with different weights."""
     features_BxVxD, edges_BxEx2, strength_BxE, labels_BxV = (np.broadcast_to(x, (len(weight_BxV), *x.shape)) for x in part)
-    return Subgraphs(models.Graph(features_BxVxD, edges_BxEx2, strength_BxE), labels_BxV, weight_BxV)
+    return Subgraphs(Graph(features_BxVxD, edges_BxEx2, strength_BxE), labels_BxV, weight_BxV)
+
+
+nodes = Nodes

@@ -7,15 +7,15 @@
 Reference: Zachary 1977, An information flow model for conflict and fission in small groups.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import functools
-import inspect
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 import zlib
 
 import numpy as np
 
-from decjax import registry
+from decjax.options import Fraction, Range, Seed
+from decjax.tasks.partition import choose
 
 MOST_NODES = 4096  # of a graph: partition "min_cut" takes its Laplacian as a whole matrix
 
@@ -53,23 +53,23 @@ def _labelled(graph: Any, features_VxD: np.ndarray, labels_V: np.ndarray) -> Lab
 
 
 def blocks(
-    communities: int = 4,
-    nodes: int = 100,
-    inside: float = 0.1,
-    between: float = 0.01,
-    features: int = 8,
-    noise: float = 2.0,
-    seed: int = 0,
+    communities: Annotated[int, Range(2, MOST_NODES)] = 4,
+    nodes: Annotated[int, Range(1, MOST_NODES)] = 100,
+    inside: Fraction = 0.1,
+    between: Fraction = 0.01,
+    features: Annotated[int, Range(1, MOST_NODES)] = 8,
+    noise: Annotated[float, Range(0, 1e6)] = 2.0,
+    seed: Seed = 0,
 ) -> Labelled:
     """A stochastic block model (module docstring): x_v = μ_k + σ ξ_v for a node v of community k, with all μ and ξ standard normal.
 
     Args:
-        communities: K ≥ 2; they are the labels.
+        communities: K; they are the labels.
         nodes: of a community.
         inside: p, probability of an edge between two nodes of a community.
         between: q, probability of an edge between nodes of two communities.
-        features: D ≥ 1, values of a node.
-        noise: σ ≥ 0.
+        features: D, values of a node.
+        noise: σ.
         seed: of the graph; it is the same in runs with other seeds.
 
     Raises:
@@ -77,16 +77,9 @@ def blocks(
     """
     import networkx  # Imported here because only this task needs it.
 
-    for name, value, least in (("communities", communities, 2), ("nodes", nodes, 1), ("features", features, 1), ("seed", seed, 0)):
-        if value < least:
-            raise ValueError(f"task graph option {name}={value} must be at least {least}")
-    for name, value, most in (("inside", inside, 1), ("between", between, 1), ("noise", noise, 1e6)):
-        if not 0 <= value <= most:
-            raise ValueError(f"task graph option {name}={value} must lie between 0 and {most:g}")
-    if communities * nodes > MOST_NODES or features > MOST_NODES:
+    if communities * nodes > MOST_NODES:
         raise ValueError(
-            f"task graph 'blocks' with communities={communities}, nodes={nodes} and features={features}: at most {MOST_NODES} "
-            "nodes in all and as many features"
+            f"task graph 'blocks' has {communities} communities of {nodes} nodes; use at most {MOST_NODES} nodes in all"
         )
     p_KxK = np.where(np.eye(communities, dtype=bool), inside, between)
     graph = networkx.stochastic_block_model([nodes] * communities, p_KxK, seed=seed)
@@ -110,18 +103,5 @@ GRAPHS: dict[str, Callable[..., Labelled]] = {"blocks": blocks, "karate": karate
 @functools.lru_cache(4)
 def load(text: str) -> Labelled:
     """The graph of a text such as "blocks(noise=1.0)"; raises a ValueError if there is none."""
-    make, options = chosen("graph", text, GRAPHS)
-    return make(**options)
-
-
-def chosen(kind: str, text: str, known: Mapping[str, Callable]) -> tuple[Callable, dict[str, Any]]:
-    """A function of a table and all of its options, from a call form."""
-    name, given = registry.parse(kind, text)
-    if name not in known:
-        raise ValueError(f"{kind} {registry.shown(text)} is unknown; use one of {', '.join(known)}")
-    signature = inspect.signature(known[name]).parameters
-    options = {key: registry.Option(x.default, type(x.default), False) for key, x in signature.items() if x.default is not x.empty}
-    if unknown := given.keys() - options.keys():
-        fix = f"use {', '.join(options)}" if options else "it has none, leave it out"
-        raise ValueError(f"{kind} {registry.shown(text)} has no option {min(unknown)!r}; {fix}")
-    return known[name], registry.fill(f"task {kind} option ", given, options)
+    name, options = choose("graph", text, GRAPHS)
+    return GRAPHS[name](**options)

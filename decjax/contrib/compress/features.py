@@ -31,7 +31,7 @@ def project(params: Any, outputs: Mapping[str, Any], fraction: float, centred: b
 
     Args:
         params: of a model.
-        outputs: a sample of outputs; see `tasks.Task`.
+        outputs: a sample of outputs; see `HasOutputs`.
         fraction: above 0, at most 1.
         centred: whether μ is the mean; without, it is 0.
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from decjax import registry
+from decjax.options import Count
 
 
 class Graph(NamedTuple):
@@ -79,18 +80,15 @@ class GCN(nnx.Module):
 
 
 @registry.register("model", "gcn")
-def gcn(*, hidden: int = 16, depth: int = 2) -> Build:
+def gcn(*, hidden: Count = 16, depth: Count = 2) -> Build:
     """A graph convolution network: a node's layer is a weighted mean over the node and its neighbours, times a matrix.
 
     Args:
-        hidden: F ≥ 1, values of a node between two layers.
-        depth: L ≥ 1, layers; a node hears of others that are at most L edges away.
+        hidden: F, values of a node between two layers.
+        depth: L, layers; a node hears of others that are at most L edges away.
 
     Reference: Kipf and Welling 2017, arXiv 1609.02907.
     """
-    for name, value in (("hidden", hidden), ("depth", depth)):
-        if value < 1:
-            raise ValueError(f"model {name}={value}: must be at least 1")
 
     def build(features: int, classes: int) -> GraphModel:
         widths = (features, *(hidden,) * (depth - 1), classes)

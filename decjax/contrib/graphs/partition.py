@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from decjax.tasks import graphs
+from decjax.contrib.graphs import data as graphs
+from decjax.options import Count
+from decjax.tasks.partition import choose
 
 
 def check(text: str) -> None:
     """Raises a ValueError for a text that is no partition."""
-    graphs.chosen("partition", text, PARTITIONS)
+    choose("partition", text, PARTITIONS)
 
 
 def divide(text: str, graph: graphs.Labelled, num_parts: int, seed: int) -> np.ndarray:
@@ -35,10 +37,10 @@ def divide(text: str, graph: graphs.Labelled, num_parts: int, seed: int) -> np.n
     Raises:
         ValueError: if the text is no partition, or there are more parts, or clusters, than nodes.
     """
-    partition, options = graphs.chosen("partition", text, PARTITIONS)
+    name, options = choose("partition", text, PARTITIONS)
     if num_parts > (V := len(graph.labels_V)):
         raise ValueError(f"partition {text!r}: {num_parts} workers are more than the graph's {V} nodes; use at most {V}")
-    return partition(graph, num_parts, np.random.default_rng((seed, num_parts)), **options)
+    return PARTITIONS[name](graph, num_parts, np.random.default_rng((seed, num_parts)), **options)
 
 
 def _random(graph: graphs.Labelled, num_parts: int, rng: np.random.Generator) -> np.ndarray:
@@ -77,9 +79,9 @@ def _cut(graph: Any, nodes: list[int], parts: range, part_V: np.ndarray) -> None
     _cut(graph, sorted(second), parts[half:], part_V)
 
 
-def _super(graph: graphs.Labelled, num_parts: int, rng: np.random.Generator, clusters: int = 8) -> np.ndarray:
+def _super(graph: graphs.Labelled, num_parts: int, rng: np.random.Generator, clusters: Count = 8) -> np.ndarray:
     count, V = clusters * num_parts, len(graph.labels_V)
-    if clusters < 1 or count > V:
+    if count > V:
         raise ValueError(
             f"partition 'super' with clusters={clusters}: {count} clusters for {num_parts} workers, and the graph has {V} nodes; use "
             f"clusters=1 to {V // num_parts}"
