@@ -126,7 +126,7 @@ class DividedTables(Source, name="divided_tables"):
     decay: Literal["stepwise", "linear", "exponential"] = "stepwise"
 
     def __post_init__(self):
-        self.schedule, self.bounds_2xT, self.num_bytes  # noqa: B018  Refuses impossible values.
+        _ = self.schedule, self.bounds_2xT, self.num_bytes  # They refuse impossible values.
 
     @staticmethod
     def check(spec: Any) -> None:
