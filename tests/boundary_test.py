@@ -10,7 +10,7 @@ import pytest
 from decjax import codecs, mesh, models, pipeline, registry, schedules
 from decjax.hlo import wire
 from decjax.pipeline import links
-from decjax.pipeline import table as table_lib
+from decjax.pipeline import ticks as table_lib
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 B, T, D, M = 2, 4, 6, 4

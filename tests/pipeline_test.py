@@ -13,7 +13,7 @@ from decjax.channel import Channel
 from decjax.hlo import wire
 from decjax.optim import Method, clip_by_global_norm, synchronize
 from decjax.pipeline import executor
-from decjax.pipeline import table as table_lib
+from decjax.pipeline import ticks as table_lib
 from decjax.train import engine
 from decjax.train.step import Step
 from tests import runs
