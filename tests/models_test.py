@@ -210,9 +210,9 @@ def test_width_must_divide_into_heads_of_even_size(width, heads):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        (dict(depth=0), "depth=0: must be at least 1"),
-        (dict(heads=0), "heads=0: must be at least 1"),
-        (dict(context=-1), "context=-1: must be at least 1"),
+        (dict(depth=0), "depth=0 must be at least 1"),
+        (dict(heads=0), "heads=0 must be at least 1"),
+        (dict(context=-1), "context=-1 must be at least 1"),
         (dict(dtype="float99"), "'float99' .* float32, bfloat16"),
     ],
 )

@@ -189,7 +189,7 @@ def test_the_summary_is_written_before_the_sample(prepare, tmp_path):
 
     run = prepare(workdir=tmp_path / "run", steps=3)
     setup = run.trainer.setup
-    run.trainer.setup = setup._replace(task=setup.task._replace(show=show))
+    object.__setattr__(setup.task, "show", show)
     with pytest.raises(ValueError, match="no sample"):
         run.train()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3

@@ -50,7 +50,7 @@ def make(folder, **options):
 @pytest.fixture(scope="module")
 def made(folder):
     model, task = make(folder)
-    task = task._replace(measure=jax.jit(task.measure))
+    object.__setattr__(task, "measure", jax.jit(task.measure))
     return compiled(model), task, jax.jit(task.init)(jax.random.key(0)), task.load(4, 4, 0)
 
 
@@ -157,10 +157,10 @@ def test_the_fingerprint_is_of_text_and_tokens(folder):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(length=3), "length=3 must lie between 6 and 1024"),
+        (dict(length=3), "length=3 must be at least 6 and at most 1024"),
         (dict(smoothing=1.0), "smoothing=1.0 must be at least 0 and less than 1"),
-        (dict(beams=0), "beams=0 must lie between 1 and 64"),
-        (dict(alpha=-1.0), "alpha=-1.0 must lie between 0 and 10"),
+        (dict(beams=0), "beams=0 must be at least 1 and at most 64"),
+        (dict(alpha=-1.0), "alpha=-1.0 must be at least 0 and at most 10"),
         (dict(partition="dirichlet"), "sentences have no classes"),
         (dict(source="de", target="de"), "source='de' and target='de' are the same language"),
     ],
@@ -368,7 +368,7 @@ def test_bleu_is_that_of_sacrebleu_on_the_test_sentences(made, monkeypatch):
     """Translations come back in the order of the references; a perfect one has 100."""
     _, task, params, data = made
     written = {source: target.decode() for source, target in zip(data.more.sources, data.more.targets, strict=True)}
-    monkeypatch.setattr(translation._Translation, "translate", lambda self, params, data, texts: [written[text] for text in texts])
+    monkeypatch.setattr(translation.Translation, "translate", lambda self, params, data, texts: [written[text] for text in texts])
     assert task.score(params, (), data) == {"bleu": pytest.approx(100)}
     for source in written:
         written[source] = " ".join(written[source].split()[:-1])
@@ -390,7 +390,7 @@ def test_bleu_is_that_of_sacrebleu_on_the_test_sentences(made, monkeypatch):
 def test_bleu_is_that_of_counts_by_hand(written, references, product, penalty, made, monkeypatch):
     """The geometric mean of four precisions and the penalty of brevity, both from counts and lengths summed over all sentences."""
     _, task, _, data = made
-    monkeypatch.setattr(translation._Translation, "translate", lambda self, params, data, texts: [text.decode() for text in texts])
+    monkeypatch.setattr(translation.Translation, "translate", lambda self, params, data, texts: [text.decode() for text in texts])
     encoded = [[text.encode() for text in texts] for texts in (written, references)]
     data = data._replace(more=translation._Test(data.more.coder, *encoded))
     assert task.score((), (), data) == {"bleu": pytest.approx(100 * penalty * product**0.25)}
