@@ -178,9 +178,9 @@ def word_faults(module: str, words: list[str], values: dict[str, str]) -> list[s
     """What is wrong with arguments that are no flags."""
     if module == "experiments.compare" or any(map(is_left_open, words)) or any("[" in word for word in words):
         return []
-    if module == "launch.parts" and words != ["config"]:
+    if module == "launch.parts":
         try:
-            named = registry.names(words[0]) if words else ()
+            named = registry.names(words[0]) if words not in ([], ["config"]) else ()
             return [f"{words[0]} has no {word}" for word in words[1:] if word not in named]
         except ValueError as error:
             return [str(error)]
