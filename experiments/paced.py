@@ -12,32 +12,32 @@ import ml_collections
 
 from configs import quadratics
 from decjax import config as parts
-from decjax import registry
-from decjax.tasks.task import Data, Task
+from decjax.options import Count, NonNegative
+from decjax.tasks.quadratics import Examples, Quadratics
+from decjax.tasks.task import Data
 
 
-@registry.register("task", "paced", models=(), evaluated_once=True)
-def paced(model: None = None, *, wait_s: float = 0.0, waits_for: str = "") -> Task:
+class Paced(Quadratics, name="paced"):
     """The task quadratics, with a pause for each batch.
 
-    Args:
-        model: None.
+    Attributes:
         wait_s: seconds of the pause.
         waits_for: path of a file; without it there is no pause. Empty: there always is.
     """
-    task = registry.make("task", "quadratics", dimension=16)
 
-    def load(*args) -> Data:
-        data = task.load(*args)
+    dimension: Count = 16
+    wait_s: NonNegative = 0.0
+    waits_for: str = ""
 
-        def batch(worker, step):
-            if not waits_for or pathlib.Path(waits_for).exists():
-                time.sleep(wait_s)
+    def load(self, num_workers: int, batch_size: int, seed: int) -> Data:
+        data = super().load(num_workers, batch_size, seed)
+
+        def batch(worker: int, step: int) -> Examples:
+            if not self.waits_for or pathlib.Path(self.waits_for).exists():
+                time.sleep(self.wait_s)
             return data.batch(worker, step)
 
         return data._replace(batch=batch)
-
-    return task._replace(load=load)
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:

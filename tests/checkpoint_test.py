@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import resource
-import shutil
 import threading
 
 import jax
@@ -16,7 +15,7 @@ import pytest
 from configs import lm
 from decjax import train
 from decjax.train import checkpoint
-from tests.runs import run_of, trainer_of
+from tests.runs import run_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Written by `python -m launch.train` of commit f08f7a6 from text.txt, eight steps each. The checkpoint of the fourth is kept,
@@ -249,24 +248,7 @@ def test_a_pending_gradient_that_is_not_finite_ends_the_run(tmp_path):
     assert checkpoint.Checkpoints(tmp_path).latest() == 3
 
 
-# -- Older versions ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["gossip", "choco", "stale_allreduce", "pipeline"])
-def test_runs_of_the_first_version_go_on(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)  # Their paths are relative.
-    shutil.copytree(OLD_RUNS / name, tmp_path / "run")
-    before = [json.loads(line) for line in (OLD_RUNS / name / "metrics.jsonl").read_text().splitlines()]
-    config = json.loads((tmp_path / "run/config.json").read_text())
-    run = train.Run(trainer_of(config), tmp_path / "run")
-    assert run.start == 4
-    run.train()
-    after = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in after] == [row["step"] for row in before] == [4, 8, 8]
-    np.testing.assert_allclose([row["loss"] for row in after], [row["loss"] for row in before], rtol=1e-5)
-    assert [row["bytes_sent_per_worker"] for row in after] == [row["bytes_sent_per_worker"] for row in before]
-    versions = {path.parent.parent.name: json.loads(path.read_text()).get("version") for path in tmp_path.rglob("extra/metadata")}
-    assert versions == {"4": None, "8": checkpoint.VERSION}
+# -- Damage and lack of room ------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_finds_no_room_is_told_and_the_one_before_stays(tmp_path):

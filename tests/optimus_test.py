@@ -42,7 +42,7 @@ def test_every_row_can_be_trained(row, text):
 def test_rows_differ_from_the_baseline_in_what_they_are_called_for(text):
     def config(name):
         found = built(next(row for row in optimus.ROWS if row.name == name), text).spec
-        return {"fused": found.pipeline.fused_embedding, "reducer": found.averaging.reducer.name, **(found.boundary or {})}
+        return {"fused": found.pipeline.fused_embedding, "reducer": found.reducer.name, **(found.boundary or {})}
 
     dense = dict(fused=False, reducer="mean")
     coded = dense | dict(when="epilogue", error="flush", backward="low_rank(rank=16)")
