@@ -189,7 +189,7 @@ def _placed(config: ml_collections.ConfigDict, given: Mapping[str, Any], key: st
 
 
 def _refuse(config: ml_collections.ConfigDict, key: str, value: Any, field: str) -> None:
-    """Raise a ValueError for an option that no chosen part has, so that nobody takes a run for compressed that is not."""
+    """Raise a ValueError for an option that no chosen part has: a run with an ignored `codec` would not be compressed."""
     kinds = {name: "task" if name == "data" else name for name in PLACES}
     having = [
         name for name, kind in kinds.items() if any(field in registry.part(kind, part).options for part in registry.names(kind))

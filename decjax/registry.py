@@ -217,7 +217,7 @@ class Part:
         for of, needs, holds, fix in (*self.requires, *more):
             other = getattr(self, of)
             if not holds(other):
-                raise ValueError(f"{self} needs {needs}, got {of} {shown(getattr(other, 'name', other))}; {fix}")
+                raise ValueError(f"{self} needs {needs}, got {of} {shown(getattr(other, 'name', '') or str(other))}; {fix}")
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}" if self.name else f"this {self.kind}"
@@ -255,11 +255,13 @@ def options_of(factory: Callable) -> dict[str, Option]:
 
 
 def _help(factory: Callable) -> dict[str, str]:
-    """What a docstring says about each argument in its section Args or Attributes."""
-    told = inspect.getdoc(factory) or ""
-    section = re.search(r"^(?:Args|Attributes):\n((?: .*\n?|\n)*)", told, re.MULTILINE)
-    entries = re.findall(r"^ +(\w+): ((?:.|\n(?! +\w+: ))*)", section[1], re.MULTILINE) if section else ()
-    return {name: " ".join(text.split()) for name, text in entries}
+    """What docstrings, those of base classes included, say about each argument in their sections Args or Attributes."""
+    found: dict[str, str] = {}
+    for documented in reversed(factory.__mro__) if inspect.isclass(factory) else [factory]:
+        section = re.search(r"^(?:Args|Attributes):\n((?: .*\n?|\n)*)", inspect.getdoc(documented) or "", re.MULTILINE)
+        entries = re.findall(r"^ +(\w+): ((?:.|\n(?! +\w+: ))*)", section[1], re.MULTILINE) if section else ()
+        found |= {name: " ".join(text.split()) for name, text in entries}
+    return found
 
 
 def fallback(kind: str, find: Callable[[str], Callable | None], names: Callable[[], tuple[str, ...]]) -> None:
@@ -345,7 +347,7 @@ def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def literal(text: str) -> Any:
-    """The Python literal that a text stands for, such as a number; the text itself if it stands for none."""
+    """Return the Python literal that a text stands for, such as a number; the text itself if it stands for none."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

@@ -1,4 +1,4 @@
-"""What GraVAC's ladder costs in loss: a convolutional network and an LSTM, beside the same run without compression.
+"""Measure the loss that GraVAC costs: a convolutional network and an LSTM, compared with the same runs without compression.
 
     python -m experiments.gravac --out=runs/gravac --pages=docs/results
 

@@ -17,7 +17,7 @@ import ml_collections
 from ml_collections import config_flags
 import pytest
 
-from configs import cifar, lm, nodes, translation
+from configs import cifar, lm, nodes, shorthand, translation
 from decjax import config as parts
 from decjax import costmodel, registry
 from launch import cluster, config_file, members, plan_model
@@ -320,6 +320,11 @@ def test_python_of_the_docs_runs():
 def test_every_part_that_makes_messages_is_told(kind):
     names = [name for name in registry.names(kind) if registry.part(kind, name).factory.__module__.startswith("decjax.")]
     assert names and [name for name in names if not re.search(rf"`{name}\b", docs("compression.md"))] == []
+
+
+def test_every_key_of_the_shorthand_is_told():
+    told = docs("configs.md") + docs("pipelines.md")
+    assert [key for key in shorthand.keys(lm.OWN) if not re.search(rf"`{key}[=`]", told)] == []
 
 
 GOOD = [

@@ -30,7 +30,8 @@ PAGES = {  # kind -> the name of its example
     "mixer": "fragments", "codec": "nf4", "reducer": "majority", "topology": "small_world", "optimizer": "cautious_adamw",
     "task": "moons",
 }  # fmt: skip
-MOST_LINES = 60  # blank ones count
+MOST_LINES = 40  # blank ones count
+METHODS_OF_A_TASK = 9  # further lines of the class: the blank ones between its methods, and their headings
 TINY = dict(simulate="", workers="4", smoke="")  # Instead of what a command says of them.
 STEPS = 12
 pytestmark = pytest.mark.usefixtures("quick_compilation", "forgotten_parts")
@@ -92,7 +93,7 @@ def config_of(arguments, folder, **instead):
 @pytest.mark.parametrize("page", PAGES)
 def test_the_example_is_short(page):
     lines = files_of(page)[part_of(page)].splitlines()
-    assert len(files_of(page)) == 2 and len(lines) <= MOST_LINES
+    assert len(files_of(page)) == 2 and len(lines) <= MOST_LINES + METHODS_OF_A_TASK * (page == "task")
     assert max(map(len, lines)) <= 132
 
 

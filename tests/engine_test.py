@@ -254,6 +254,8 @@ def test_stale_adam_has_no_step_without_a_gradient():
 
 def test_engines_that_cannot_be_are_refused():
     atc = decentralized("ring", optax.adamw(LR))._replace(exchange=None)
+    with pytest.raises(ValueError, match="engine='warp' is unknown; use one of auto, fused, split"):
+        engine.choose("warp", atc, workers())
     with pytest.raises(ValueError, match="engine 'split' needs an exchange .* use engine 'fused'"):
         engine.choose("split", atc, workers())
     assert engine.choose("auto", decentralized("ring", optax.adamw(LR)), workers()) == "fused"  # One process.

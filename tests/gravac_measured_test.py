@@ -38,7 +38,7 @@ class Clock:
 
 @pytest.fixture
 def told(monkeypatch):
-    """The seconds that states are told, as they come."""
+    """Step times in the order in which the state receives them."""
     told, tell = [], pace.Pace._told
     monkeypatch.setattr(pace.Pace, "_told", lambda self, state, step_s: (told.append(step_s), tell(self, state, step_s))[1])
     return told

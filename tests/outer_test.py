@@ -175,8 +175,8 @@ def test_what_cannot_be_is_refused_in_one_line():
     push_sum = gossip.push_sum(topology.make("directed_ring", N))
     mean, control = reduce.mean(), gossip.consensus_control(topology.make("ring", N))
     for make, message in (
-        (functools.partial(gossip_diloco, mixer=push_sum), "mixer 'push_sum' has to hear of every step; use"),
-        (functools.partial(noloco, mixer=push_sum), "mixer 'push_sum' has to hear of every step; use"),
+        (functools.partial(gossip_diloco, mixer=push_sum), "mixer 'push_sum' must see every step; use"),
+        (functools.partial(noloco, mixer=push_sum), "mixer 'push_sum' must see every step; use"),
         (functools.partial(noloco, mixer=gossip.exact(graph()), pull=-1.0), "pull=-1.0: workers drift apart .* between 0 and 3"),
         (
             functools.partial(noloco, mixer=gossip.relay(topology.make("line", N))),

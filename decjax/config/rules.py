@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from decjax import registry, tasks
 from decjax.config.setup import Setup
-from decjax.config.spec import AUTO, Averaging, Layers, RunSpec, StageMessages, plain_fields
+from decjax.config.spec import AUTO, Averaging, Choice, Layers, RunSpec, StageMessages, plain_fields
 from decjax.optim.method import Method
 
 CONSENSUS = ("consensus_every", "consensus_first", "consensus_last")
@@ -18,10 +18,10 @@ class Rule(NamedTuple):
 
     Attributes:
         path: of the field, such as "pipeline.delay".
-        broken: whether a run breaks the rule; asked for values other than the field's default only, unless it is `always`.
+        broken: whether a run breaks the rule; called only for values other than the field's default, unless `always` is set.
         why: what is wrong, behind "path=value".
         fix: what to do.
-        always: whether to ask for the default value, too.
+        always: call `broken` for the default value, too.
     """
 
     path: str
@@ -32,12 +32,14 @@ class Rule(NamedTuple):
 
 
 def _value(spec: RunSpec, path: str) -> Any:
-    """The value at a path; of a part's section, one of its options."""
+    """The value at a path; of a part's section, its name or one of its options."""
     section, _, field = path.rpartition(".")
     held: Any = getattr(spec, section) if section else spec
     if section == "reducer" and held and field in plain_fields(type(spec.averaging)):
         held = spec.averaging
-    return held.options.get(field) if hasattr(held, "options") else getattr(held, field, None)
+    if isinstance(held, Choice):
+        return held.name if field == "name" else held.options.get(field)
+    return getattr(held, field, None)
 
 
 def _default(path: str) -> Any:
@@ -62,7 +64,7 @@ def _every(spec: RunSpec) -> int:
 
 
 def _warm_steps(spec: RunSpec) -> int:
-    """Steps in which the reducer does not compress yet, besides those before `start`."""
+    """The steps after `start` in which the reducer does not compress yet."""
     return (spec.reducer.options.get(spec.trait("reducer", "warm_steps")) or 0) if spec.reducer else 0
 
 
@@ -127,7 +129,7 @@ RULES = (
     Rule(
         "model.name",
         lambda spec: spec.model and spec.model.name not in _models(spec),
-        lambda spec: f": {spec.model and spec.model.name!r} is not a model of task {spec.task.name!r}",
+        lambda spec: f" is not a model of task {spec.task.name!r}",
         lambda spec: f"use one of {', '.join(_models(spec))}, or give your own model the trait tasks=({spec.task.name!r},)",
         True,
     ),
@@ -185,14 +187,7 @@ RULES = (
         lambda spec: f" must be a number from 1 to stages={spec.pipeline.stages}, {AUTO!r}, or empty for all",
         lambda spec: "use a number in this range",
     ),
-    *(
-        _no_effect(
-            f"reducer.{name}",
-            lambda spec, name=name: getattr(spec.averaging, name) and spec.pipeline.stages == 1,
-            lambda spec: "pipeline.stages=1",
-        )
-        for name in ("stages", "cluster")
-    ),
+    *(_no_effect(f"reducer.{name}", lambda spec: spec.pipeline.stages == 1, _one_stage) for name in ("stages", "cluster")),
     *(
         _no_effect(f"pipeline.{name}", lambda spec: spec.pipeline.stages == 1, _one_stage)
         for name in plain_fields(Layers)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 VERSION = 1  # of config.json; raised when a field changes its meaning
 AUTO = "auto"  # value of `Averaging.stages` that leaves the number to the cost model
 SIMULATED_WORKERS = 8  # on a lone accelerator; without one, the number of forced CPU devices
+Engine = Literal["auto", "fused", "split"]  # how the exchange of a step is dispatched, see `train.engine`
 CHOICES = ("model", "schedule", "optimizer", "method", "mixer", "source")  # sections with a part's name and options
 
 
@@ -222,7 +223,7 @@ class RunSpec:
     tensor: Annotated[int, Range(1, 2**12)] = 1
     tensor_codec: str = ""
     clip_norm: NonNegative = 0.0
-    engine: Literal["auto", "fused", "split"] = "auto"
+    engine: Engine = "auto"
     bucket_bytes: Annotated[int, Range(0, 2**40)] = buckets.BUCKET_BYTES
     log_every: Count = 10
     consensus_every: Natural = 0

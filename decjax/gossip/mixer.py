@@ -2,7 +2,6 @@
 
 import abc
 from collections.abc import Callable
-import operator
 import typing
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -14,6 +13,7 @@ from decjax import buckets, options, phases, registry
 from decjax.channel import Channel
 from decjax.gossip.rounds import common_multiple, step_bytes
 from decjax.options import Count, Fraction, Range
+from decjax.registry import of_field
 from decjax.topology import Round, Topology
 from decjax.typing import PyTree
 
@@ -193,10 +193,6 @@ def mix_due(mixer: Mixer, params: PyTree, state: PyTree, phase: int | None, step
 # -- Wrappers ---------------------------------------------------------------------------------------------------------
 
 
-def _of_inner(name: str) -> Any:
-    return property(operator.attrgetter(f"inner.{name}"))
-
-
 class WrappedMixer(Mixer):
     """Base of mixers that change some members of another one.
 
@@ -206,12 +202,12 @@ class WrappedMixer(Mixer):
 
     inner: Mixer
 
-    phase = _of_inner("phase")
-    init = _of_inner("init")
-    exchange = _of_inner("exchange")
-    combine = _of_inner("combine")
-    num_bytes = _of_inner("num_bytes")
-    restart = _of_inner("restart")
+    phase = of_field("inner.phase")
+    init = of_field("inner.init")
+    exchange = of_field("inner.exchange")
+    combine = of_field("inner.combine")
+    num_bytes = of_field("inner.num_bytes")
+    restart = of_field("inner.restart")
 
     @property
     def num_workers(self):

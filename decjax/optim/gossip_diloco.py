@@ -102,7 +102,7 @@ class OuterSteps(abc.ABC):
             )
         if self.mixer.settle is not None:
             raise ValueError(
-                f"method {self.name!r} moves parameters between two exchanges, and {self.mixer} has to hear of every step; use "
+                f"method {self.name!r} moves parameters between two exchanges, and {self.mixer} must see every step; use "
                 "mixer 'exact' or 'choco'"
             )
 

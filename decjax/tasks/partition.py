@@ -40,7 +40,7 @@ def choose(kind: str, text: str, known: Mapping[str, Callable]) -> tuple[str, di
 
 
 def _everywhere() -> None:
-    """Distribute anew in every epoch, or by position."""
+    """Reshuffle every epoch, or divide by position."""
 
 
 def _by_class(alpha: Positive = 0.1) -> None:

@@ -24,8 +24,9 @@ import warnings
 import jax
 import numpy as np
 
-from decjax import mesh
+from decjax import mesh, options
 from decjax.config.rules import check_engine
+from decjax.config.spec import Engine
 from decjax.hlo import wire
 from decjax.optim.method import Method
 from decjax.train import divide
@@ -45,8 +46,9 @@ class Program(NamedTuple):
     executables: tuple[jax.stages.Compiled, ...]
 
 
-def choose(engine: str, method: Method, workers: mesh.Workers) -> str:
-    """The engine to use, "fused" or "split".
+@options.checked
+def choose(engine: Engine, method: Method, workers: mesh.Workers) -> str:
+    """Return the engine to use, "fused" or "split".
 
     "auto" is "split" where a thread has to send (`Workers.needs_sender`) and the exchange can overlap, else "fused".
 
