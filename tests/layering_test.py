@@ -97,6 +97,7 @@ OUTSIDE = {
     "experiments.paced": ("configs", "decjax.config", "decjax.registry", "decjax.tasks"),  # A config with a task of its own.
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
     "experiments": (
+        "decjax.options",  # Ranges of the options of their own parts.
         "decjax.costmodel",
         "decjax.files",
         "decjax.topology",

@@ -112,10 +112,10 @@ def test_cold_samples_are_the_most_likely_tokens():
 @pytest.mark.parametrize(
     "bad, message",
     [
-        (dict(width=0), "model width=0: must be at least 1"),
-        (dict(depth=0), "model depth=0: must be at least 1"),
-        (dict(context=-1), "model context=-1: must be at least 1"),
-        (dict(dtype="float8"), "model dtype='float8' is unknown; use one of float32, bfloat16"),
+        (dict(width=0), "model 'lstm': width=0 must be at least 1"),
+        (dict(depth=0), "model 'lstm': depth=0 must be at least 1"),
+        (dict(context=-1), "model 'lstm': context=-1 must be at least 1"),
+        (dict(dtype="float8"), "model 'lstm': dtype='float8' is unknown; use one of float32, bfloat16"),
     ],
 )
 def test_impossible_models_are_refused(bad, message):
