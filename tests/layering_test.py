@@ -94,10 +94,9 @@ OUTSIDE = {
     "experiments.oracles": ("decjax", "experiments"),  # They look at single parts.
     "experiments.oracles_low_rank": ("decjax", "experiments"),
     "experiments.oracles_tables": ("decjax", "configs", "experiments"),
-    "experiments.paced": ("configs", "decjax.config", "decjax.registry", "decjax.tasks"),  # A config with a task of its own.
+    "experiments.paced": ("configs", "decjax.config", "decjax.options", "decjax.tasks"),  # A config with a task of its own.
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
     "experiments": (
-        "decjax.options",  # Ranges of the options of their own parts.
         "decjax.costmodel",
         "decjax.files",
         "decjax.topology",

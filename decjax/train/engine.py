@@ -68,7 +68,7 @@ def choose(engine: Engine, method: Method, workers: mesh.Workers) -> str:
     return engine
 
 
-def compile_per_phase(step: Step, engine: str = "fused") -> Callable[..., Program]:
+def compile_per_phase(step: Step, engine: Engine = "fused") -> Callable[..., Program]:
     """`program(phase, state, batch, number) -> Program`, compiled once per phase and shape of the batch; for engines see `choose`.
 
     The step's state is donated. Bytes are read from the compiled collectives; the declared ones are used where workers are
@@ -95,7 +95,7 @@ def compile_per_phase(step: Step, engine: str = "fused") -> Callable[..., Progra
 
 
 def compile_update(
-    step: Step, engine: str, phase: int | None, state: State, grads: Any, messages: Callable[[Callable], Callable]
+    step: Step, engine: Engine, phase: int | None, state: State, grads: Any, messages: Callable[[Callable], Callable]
 ) -> Callable[[State, Any], State]:
     """What a step does beside its gradient, compiled for one phase: `(state, grads) -> state`; it may reuse the state's memory.
 
