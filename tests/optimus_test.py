@@ -41,8 +41,9 @@ def test_every_row_can_be_trained(row, text):
 
 def test_rows_differ_from_the_baseline_in_what_they_are_called_for(text):
     def config(name):
-        found = built(next(row for row in optimus.ROWS if row.name == name), text).spec
-        return {"fused": found.pipeline.fused_embedding, "reducer": found.reducer.name, **(found.boundary or {})}
+        spec = built(next(row for row in optimus.ROWS if row.name == name), text).spec
+        coded = {key: getattr(spec.boundary, key) for key in ("when", "error", "backward")} if spec.boundary else {}
+        return {"fused": spec.pipeline.fused_embedding, "reducer": spec.reducer.name, **coded}
 
     dense = dict(fused=False, reducer="mean")
     coded = dense | dict(when="epilogue", error="flush", backward="low_rank(rank=16)")
