@@ -59,6 +59,7 @@ KINDS = {
         ("inner", "mixer", "reducer", "num_workers", "learning_rate", "share", "clip", "norm", "channel", "units"), "decjax.optim"
     ),
     "optimizer": Kind(("learning_rate",), "decjax.optim"),
+    "wrapper": Kind(("inner", "num_stages", "stages"), "decjax.optim"),
     "schedule": Kind(("steps",), "decjax.optim"),
     "mixer": Kind(("topology", "channel"), "decjax.gossip"),
     "reducer": Kind(("channel",), "decjax.reduce"),

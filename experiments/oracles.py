@@ -16,7 +16,7 @@ from decjax.channel import Channel
 from decjax.codecs import entropy
 from decjax.contrib import compress, placement
 from decjax.contrib.gravac import gravac
-from decjax.optim import subnetworks as subnetworks_lib
+from decjax.contrib.subnetworks import ist
 from experiments import dssfn, trials
 
 WORLD = pathlib.Path(__file__).resolve().parent.parent / "configs/links/worldwide.json"
@@ -174,7 +174,7 @@ def subnetworks(smoke: bool) -> float:
     workers = mesh.simulated_workers(WORKERS)
     with jax.enable_x64(True):
         channel = Channel(workers.axis)
-        method = subnetworks_lib.ist(optax.sgd(rate), reduce.mean(channel), WORKERS, channel, (("x", -1),), every=1)
+        method = ist(optax.sgd(rate), reduce.mean(channel), WORKERS, channel, (("x", -1),), every=1)
 
         def whole(x):
             def step(carry, _):

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from configs import lm
-from decjax import config, optim
+from decjax import config
+from decjax.contrib.late import late_gradients
 from decjax.mesh.axis import Axis
 from tests.stand_ins import DenseAdam
 from tests.tiny_runs import launch, losses, prepare, text  # noqa: F401  Fixtures.
@@ -24,7 +25,7 @@ STAGE = Axis("stage")
 
 def trajectory(delay, inner):
     """[STEPS + 1, S, P]: S stages that hold P of the parameters of ½ ‖Ax − b‖² each."""
-    tx = optim.late_gradients(inner, S, delay, STAGE) if delay else inner
+    tx = late_gradients(inner, S, STAGE, delay=delay) if delay else inner
 
     def step(x_P, state):
         x = jax.lax.all_gather(x_P, STAGE.name).reshape(-1)
@@ -62,8 +63,8 @@ def test_the_last_stage_is_not_late():
 
 
 def test_delay_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="delay=0"):
-        optim.late_gradients(optax.sgd(1.0), S, 0)
+    with pytest.raises(ValueError, match="delay=0 must be at least 1"):
+        late_gradients(optax.sgd(1.0), S, delay=0)
 
 
 STAGED = "workers=2,simulate,stages=2,microbatches=2"

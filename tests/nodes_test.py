@@ -15,9 +15,9 @@ from configs import nodes as nodes_config
 from decjax import config, mesh, optim, reduce, registry
 from decjax.channel import Channel
 from decjax.contrib.graphs import data as graphs
-from decjax.contrib.graphs import gcn
+from decjax.contrib.graphs import gcn, uneven
 from decjax.contrib.graphs import partition as graph_partition
-from decjax.optim import method, uneven
+from decjax.optim import method
 from tests import outer
 from tests.runs import run_of
 from tests.tiny_runs import assert_equal_states, forget_after

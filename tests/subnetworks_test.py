@@ -12,7 +12,7 @@ import pytest
 from configs import digits, quadratics
 from decjax import config, mesh, reduce
 from decjax.channel import Channel
-from decjax.optim import subnetworks
+from decjax.contrib import subnetworks
 from tests.outer import LR, STEPS, A, B, N
 from tests.runs import run_of
 from tests.stand_ins import DenseAdam

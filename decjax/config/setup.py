@@ -225,7 +225,7 @@ def _late(inner: optax.GradientTransformation, spec: RunSpec, division: pipeline
         raise ValueError(
             f"pipeline.delay={delay} with a tied table, whose two copies would change in different steps; use model.tied=False"
         )
-    return optim.late_gradients(inner, spec.pipeline.stages, delay)
+    return registry.make("wrapper", "late", inner=inner, num_stages=spec.pipeline.stages, delay=delay)
 
 
 def make_topology(text: str, num_workers: int, local_size: int) -> topology_lib.Topology:

@@ -13,7 +13,6 @@ from decjax.optim.decentralize import (
     synchronize,
 )
 from decjax.optim.finite import apply_if_finite
-from decjax.optim.late import LateState, late_gradients
 from decjax.optim.local_updates import LocalUpdatesState, local_updates
 from decjax.optim.memories import lasting, transient
 from decjax.optim.method import Method
@@ -24,7 +23,6 @@ from decjax.optim.tracking import TrackState, track, tracked_exchange
 __all__ = [
     "AccumulatedAdamState",
     "DecentralizeState",
-    "LateState",
     "LocalUpdatesState",
     "Method",
     "ORDERS",
@@ -39,7 +37,6 @@ __all__ = [
     "decentralized_adam",
     "decentralized_adamw",
     "lasting",
-    "late_gradients",
     "local_updates",
     "make_step",
     "scale_by_accumulated_adam",

@@ -6,7 +6,6 @@
     onebit_adam      all-reduce of Adam's momentum                 a reducer; it is an optimizer itself
     diloco           H local steps, then an outer one              an optimizer and a reducer
     sparseloco       the same, with the changes compressed         an optimizer and a reducer
-    ist              H local steps of a part of the network        an optimizer and a reducer
     local            each worker by itself                         an optimizer
 
 Methods for different data on each worker have a module each: `quasi_global`, `quasi_global_adam`, `decentlam`, `exact_diffusion`,

@@ -42,7 +42,7 @@ class UnevenState(NamedTuple):
 def uneven_steps(
     inner: optax.GradientTransformation, taken: tuple[int, ...], every: int, axis: Axis
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer with which worker i takes the first h_i of every H steps; see `decjax.optim.uneven`.
+    """An optimizer with which worker i takes the first h_i of every H steps; see `decjax.contrib.graphs.uneven`.
 
     Args:
         inner: any optax optimizer, clipping included.
@@ -97,7 +97,7 @@ def tma(
 ) -> Method:
     """Time-based model aggregation: local steps, of which slow workers take fewer, then the mean of all parameters.
 
-    Equations, and that slowness is simulated: `decjax.optim.uneven`.
+    Equations, and that slowness is simulated: `decjax.contrib.graphs.uneven`.
 
     Args:
         every: H, steps of a round, which the fastest workers take.

@@ -65,7 +65,7 @@ def ist(
 ) -> Method:
     """Independent subnetwork training: each worker trains the network of its own hidden units for H steps; then units are dealt anew.
 
-    Equations, and what is less here than in the papers' systems: `decjax.optim.subnetworks`.
+    Equations, and what is less here than in the papers' systems: `decjax.contrib.subnetworks`.
 
     Args:
         every: H, steps of a round.
