@@ -1,4 +1,4 @@
-"""All parts, imported: reading a config would import them."""
+"""Imports every module that registers parts; otherwise reading a config would import them."""
 
 from decjax import registry
 

@@ -1,6 +1,6 @@
-"""What a TPU's compiler makes of the training step: in gossip, messages travel while the gradient is computed.
+"""What a TPU compiler makes of the training step: gossip messages are in flight while the gradient is computed.
 
-Compiled ahead of time, for chips that nobody needs to have; `make test-all` brings the compiler.
+Programs are compiled ahead of time, without a chip; `make test-all` installs the compiler.
 """
 
 import importlib.util
@@ -13,12 +13,12 @@ from experiments.bench import overlap as bench
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed; make test-all brings it")
 
 GOSSIP = "topology=one_peer_exponential"
-MOST = 0.8  # of the backward pass, and of both passes
-OWN_LIMIT = 5  # messages that the compiler lets travel at a time if left alone
+MOST = 0.8  # backward pass; both passes
+OWN_LIMIT = 5  # transfers that the compiler keeps in flight by default
 
 
 def schedules(argument, topology=bench.TOPOLOGY, **mixing):
-    """Compiles a phase at a time, when the next one is asked for."""
+    """Compile each phase lazily, when it is requested."""
     return bench.schedules(argument, bench.described(topology), **mixing)
 
 
@@ -46,7 +46,7 @@ def test_so_do_narrow_messages_and_on_other_chips(argument, topology):
 
 
 def test_left_alone_the_compiler_lets_messages_wait_for_the_backward_pass(monkeypatch):
-    """Or else `engine` gives it options that nobody needs."""
+    """Otherwise `engine` adds compiler options that this test does not need."""
     monkeypatch.setattr(engine, "_early_exchange", lambda platform, program: {})
     late = [transfer for transfer in next(schedules(GOSSIP)).in_flight if transfer.started == 1]
     assert late and all(transfer.hidden == 0 for transfer in late)
@@ -66,19 +66,19 @@ def test_a_traced_phase_waits_in_a_conditional():
 
 @pytest.mark.parametrize("argument", ["method=allreduce", "method=allreduce,stale"])
 def test_all_reduce_is_one_message_that_the_step_waits_for(argument):
-    """The gradients of scanned layers are all there at the end, and this compiler does nothing beside a reduction."""
+    """The gradients of scanned layers all become available at the end, and this compiler overlaps nothing with a reduction."""
     (transfer,) = next(schedules(argument)).in_flight
     assert transfer.collective.kind == "all-reduce" and not transfer.asynchronous and transfer.hidden == 0
     assert (transfer.started, transfer.finished) == ((0, 0) if "stale" in argument else (1, 1))
 
 
 def test_work_is_counted_in_full():
-    """Matrix products of the model: D (3 D + D + 2 F) weights a layer, attention over all T × T, and the head."""
+    """FLOPs of the model's matrix products: D (3 D + D + 2 F) weights per layer, attention over T × T, and the head."""
     L, D, F, T, V = (bench.MODEL[name] for name in ("depth", "width", "hidden", "context", "vocabulary"))
     B = 2
     weights, attention = L * D * (4 * D + 2 * F) + D * V, L * 2 * T * D
     schedule = next(schedules("method=local"))
-    # Products of attention are computed anew in the backward pass, and again where the compiler finds that cheaper.
+    # The backward pass recomputes the attention products, and once more where the compiler finds that cheaper.
     least, most = 2 * B * T * (weights + attention), 2 * B * T * (weights + 2 * attention)
     assert least <= schedule.forward_flops <= most
     assert 2 * least <= schedule.backward_flops <= 2 * most

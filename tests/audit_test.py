@@ -1,7 +1,7 @@
-"""No option is without effect: every field of thirteen configs is changed, one at a time, and the programs are compared.
+"""Every option has an effect: each field of thirteen configs is changed, one at a time, and the programs are compared.
 
-A field that changes neither the compiled steps, the start, the batches nor what is sent must be refused, or be one of those that say
-how a run is watched and not what it is.
+A field that changes neither the compiled steps, the initial state, the batches nor the messages must be refused, or be one that
+only controls how a run is observed.
 """
 
 import functools
@@ -33,7 +33,7 @@ SHORTHANDS = (
     "method=allreduce,reducer=dion,rank=2",
     "stages=2,microbatches=2,method=allreduce,tied,backward=int8,forward=int8",
 )
-# Of how a run is watched, dispatched or where it lies.
+# How a run is observed or dispatched, and where its files are.
 WATCHING = (
     "eval.",
     "checkpoint.",
@@ -53,7 +53,7 @@ OTHER = {
 }  # fmt: skip
 
 
-# What does not depend on the method is tried with every third config, each field with others; pipelines divide the model.
+# Fields that do not depend on the method are tried with every third config, each with other fields; pipelines divide the model.
 SHARED = ("model.", "data.")
 
 
@@ -68,13 +68,13 @@ def flat(document, prefix=""):
 
 
 def changed(document, path, value):
-    """A copy with another value at a path."""
+    """Return a copy with another value at a path."""
     first, _, rest = path.partition(".")
     return document | {first: changed(document[first], rest, value) if rest else value}
 
 
 def another(name, value):
-    """A different value of a field; None: there is none to try."""
+    """Return a different value for a field; None if there is none to try."""
     if (last := name.split(".")[-1]) in OTHER:
         return OTHER[last] if OTHER[last] != value else "int8"
     if isinstance(value, bool):
@@ -87,7 +87,7 @@ def another(name, value):
 
 
 def parts_of_a_run(spec):
-    """Yields, as text, all that a run is: its steps, its start, its batches, and what it sends; what is quick to make comes first."""
+    """Yield, as text, everything that defines a run: its steps, initial state, batches and messages, cheapest first."""
     trainer = train.Trainer(spec)
     phases = [trainer.method.phase(step) for step in range(8)]
     yield str((phases, spec.steps, spec.seed, trainer.workers))
@@ -117,10 +117,10 @@ def test_every_field_has_an_effect_or_is_refused(shorthand, tmp_path):
             continue
         try:
             after = parts_of_a_run(parts.resolve(changed(document, name, other)))
-            same = all(old == new for old, new in itertools.zip_longest(before, after))  # Up to the first difference.
+            same = all(old == new for old, new in itertools.zip_longest(before, after))  # up to the first difference
         except parts.ConfigError as error:
             assert "\n" not in str(error)
             continue
-        if same and not (name == "bucket_bytes" and "powersgd" in shorthand):  # It joins its messages anyway.
+        if same and not (name == "bucket_bytes" and "powersgd" in shorthand):  # it packs its messages regardless
             idle.append(f"{name}: {value!r} -> {other!r}")
     assert not idle

@@ -1,4 +1,4 @@
-"""experiments/bench/cluster: systems take turns on hosts of namespaces; what speedup asks of its figures; the stragglers' model."""
+"""experiments/bench/cluster: systems take turns on emulated hosts; the acceptance rules of the speed-up; the straggler model."""
 
 import pathlib
 
@@ -50,13 +50,13 @@ def test_rows_take_turns_and_count_what_a_link_carries(network, monkeypatch):
     with systems.Runner(network) as runner:
         for row in rows:
             runner.prepare(row)
-        assert "peer" in runner.refused  # It needs a Python of its own, and the other rows run all the same.
+        assert "peer" in runner.refused  # It needs its own Python; the other rows run regardless.
         visits = list(systems.interleaved(runner, rows, rounds=2))
         assert [row.name for row, _ in visits] == ["alone", "gossip", rows[2].name, "gossip", rows[2].name, "alone"]
         assert all(visit.step_s > (0.02 if row.visits else 0) for row, visit in visits)
         assert runner.periods == {"alone": 1, "gossip": 1, rows[2].name: 4}
         assert min(visit.sent_bytes for row, visit in visits if row.name == "gossip") > 4 * runner.num_parameters
-        # A pause lasts in every step; the token bucket lets through what the link is limited to, less where the cores are busy.
+        # A pause affects every step; the token bucket delivers the link's rate, or less when the cores are busy.
         assert runner.visit(rows[0], 2, pause_s=(0.05, 0.0)).step_s > 0.05
         assert 0 < runner.throughput_Bps(rows[0], seconds=0.5) < 1.25 * 200e6 / 8
 

@@ -1,4 +1,4 @@
-"""Coded messages between stages: a dense reference of low rank with lazy error propagation, memories at both ends, and bytes."""
+"""Coded messages between stages: a dense low-rank reference with lazy error propagation, memories on both sides, and bytes."""
 
 import functools
 
@@ -15,7 +15,7 @@ from decjax.pipeline import ticks as table_lib
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 B, T, D, M = 2, 4, 6, 4
 I, J = B * T, D
-SCHEDULE = schedules.make("1f1b", 3, M)  # Of link 1 → 0 the last two of four gradients are compressed.
+SCHEDULE = schedules.make("1f1b", 3, M)  # On link 1 → 0 the last two of four gradients are compressed.
 SEND = {
     kind: [send for sends in SCHEDULE.sends for send in sends if send.kind == kind and send.source == source]
     for kind, source in (("B", 1), ("F", 0))
@@ -23,7 +23,7 @@ SEND = {
 
 
 class Ends:
-    """Both ends of a link in one state, without a pipeline: what one sends, the other receives at once."""
+    """Both ends of a link in one state, without a pipeline: a message is received as soon as it is sent."""
 
     def __init__(self, boundary, dtype="float32"):
         self.like = jax.ShapeDtypeStruct((B, T, D), dtype)
@@ -54,7 +54,7 @@ class Ends:
         return np.asarray(received, np.float32)
 
     def iteration(self, xs):
-        """One iteration's gradients, as the schedule has it: what arrives."""
+        """Send one iteration's gradients in schedule order; return what arrives."""
         received = [
             self.send(x, send.microbatch, "B", self.boundary.compresses(send)) for x, send in zip(xs, SEND["B"], strict=True)
         ]
@@ -67,7 +67,7 @@ class Ends:
 
 
 def gradients(iterations, seed=0):
-    """[iterations, M, B, T, D] that change slowly."""
+    """Slowly changing arrays [iterations, M, B, T, D]."""
     random = np.random.default_rng(seed)
     steps = random.normal(size=(iterations * M, B, T, D))
     return (random.normal(size=(B, T, D)) * 3 + np.cumsum(0.3 * steps, axis=0)).reshape(iterations, M, B, T, D).astype(np.float32)
@@ -78,7 +78,7 @@ def gradients(iterations, seed=0):
 
 @pytest.mark.parametrize("error", ["carry", "flush", "reset"])
 def test_low_rank_with_lazy_errors_follows_its_equations(error):
-    """Against the equations in NumPy: A = g + e, P = orth(A Q), Q = Aᵀ P, e = A − P Qᵀ; and conservation."""
+    """Against the equations in NumPy: A = g + e, P = orth(A Q), Q = Aᵀ P, e = A − P Qᵀ; and the sum is conserved."""
     ends = Ends(pipeline.coded(codecs.low_rank(rank=2), error=error))
     q_JxR, e_IxJ = np.asarray(ends.state["B"].sender.codec[0], np.float64).T, np.zeros((I, J))
     arrived, given, lost = 0, 0, 0
@@ -101,7 +101,7 @@ def test_low_rank_with_lazy_errors_follows_its_equations(error):
             lost, e_IxJ = lost + e_IxJ, np.zeros((I, J))
         np.testing.assert_allclose(ends.error.reshape(I, J), e_IxJ, atol=1e-4)
         np.testing.assert_allclose((arrived + ends.error).reshape(I, J) + lost, given.reshape(I, J), atol=2e-3)
-    assert np.linalg.norm(e_IxJ if error != "reset" else lost) > 0.1  # Something is compressed away.
+    assert np.linalg.norm(e_IxJ if error != "reset" else lost) > 0.1  # something is lost to compression
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_low_rank_with_lazy_errors_follows_its_equations(error):
     [("low_rank(rank=2,values=bfloat16)", "bfloat16"), ("topk(fraction=0.2,values=int8)", "float32"), ("qsgd", "float32")],
 )
 def test_what_is_flushed_arrives_once(codec, dtype):
-    """Sum of what arrives + e is the sum of the gradients: casts of factors and of activations included."""
+    """The sum of received values plus e equals the sum of the gradients, including casts of factors and activations."""
     ends = Ends(pipeline.coded(registry.make("codec", codec), error="flush"), dtype)
     arrived = given = 0
     for xs in gradients(6):
@@ -119,7 +119,7 @@ def test_what_is_flushed_arrives_once(codec, dtype):
     error = ends.error
     assert np.abs(error).max() > 1e-3
     arrived, given = arrived + ends.send(xs[0], 0, "B", False), given + xs[0]
-    # What the type of a message that is not compressed cannot hold stays.
+    # What the dtype of an uncompressed message cannot represent is kept as error.
     assert np.abs(ends.error).max() <= (np.abs(xs[0] + error).max() * 2.0**-8 if dtype == "bfloat16" else 0)
     np.testing.assert_allclose(arrived + ends.error, given, atol=1e-4)
 
@@ -139,12 +139,12 @@ def test_factors_are_sent_in_the_type_that_is_asked_for():
 
 
 def test_zeros_and_infinities_poison_nothing():
-    """After a gradient of zeros, or one that is not finite, messages are as good as before."""
+    """After a zero or non-finite gradient, messages are as accurate as before."""
     x = np.linalg.qr(np.random.default_rng(0).normal(size=(I, 2)))[0] @ np.random.default_rng(1).normal(size=(2, J)) * 3
     x = x.reshape(B, T, D).astype(np.float32)
     ends = Ends(pipeline.coded(codecs.low_rank(rank=2)))
     np.testing.assert_array_equal(ends.send(0 * x), 0)
-    np.testing.assert_allclose(ends.send(x), x, atol=1e-5)  # Of rank 2, so one message holds it.
+    np.testing.assert_allclose(ends.send(x), x, atol=1e-5)  # rank 2, so one message is exact
     for bad in (np.inf, np.nan):
         before = jax.tree.map(np.asarray, ends.state)
         assert not np.isfinite(ends.send(np.where(x == x[0, 0, 0], bad, x))).all()
@@ -156,7 +156,7 @@ def test_zeros_and_infinities_poison_nothing():
 
 
 def test_both_ends_hold_the_same_estimate():
-    """EF21: what stays the same arrives ever better, here by at least √(1 − δ) a message."""
+    """EF21: a constant message arrives with an error that shrinks by at least √(1 − δ) per message."""
     ends, x = Ends(pipeline.coded(codecs.topk(fraction=0.25), error="ef21")), gradients(1)[0, 0]
     misses = [np.linalg.norm(ends.send(x) - x) for _ in range(5)]
     sender, receiver = ends.state["B"]
@@ -171,7 +171,7 @@ def samples(*starts):
 
 
 def test_a_sample_seen_again_costs_a_smaller_error():
-    """AQ-SGD: changes of a sample are small, and so is what their messages lose; whoever is unknown, or evicted, starts from zero."""
+    """AQ-SGD: changes of a sample are small, and so are their errors; an unknown or evicted sample starts from zero."""
     ends = Ends(pipeline.coded(forward=codecs.int4(), forward_error="samples", slots=1024))
     x, other = gradients(1)[0, :2]
     alone = Ends(pipeline.coded(forward=codecs.int4())).send(x, 0, "F")
@@ -186,17 +186,21 @@ def test_a_sample_seen_again_costs_a_smaller_error():
     np.testing.assert_array_equal(first, alone)
     ends.send(other, 1, "F", tokens=samples(20, 40))
     assert (np.asarray(same().tag_K) > 0).sum() == 4
-    swapped = (1.01 * x)[::-1]  # The same samples in another order.
+    swapped = (1.01 * x)[::-1]  # the same samples in another order
     again = ends.send(swapped, 2, "F", tokens=samples(7, 0))
-    change = np.abs(first - x).max() + 0.01 * np.abs(x).max()  # What was lost, and what is new.
-    assert np.abs(again - swapped).max() <= 1.001 * change / (2 * 7) < 0.1 * np.abs(first - x).max()  # Half a step of ±7.
+    change = np.abs(first - x).max() + 0.01 * np.abs(x).max()  # the lost part and the new part
+    assert (
+        np.abs(again - swapped).max() <= 1.001 * change / (2 * 7) < 0.1 * np.abs(first - x).max()
+    )  # half a quantization step of ±7
     before = same()
     assert not np.isfinite(ends.send(np.full_like(x, np.inf), 0, "F", tokens=samples(0, 7))).any()
     jax.tree.map(np.testing.assert_array_equal, same(), before)
 
     ends = Ends(pipeline.coded(forward=codecs.int4(), forward_error="samples", slots=1))
     ends.send(x, 0, "F", tokens=samples(0, 7))
-    np.testing.assert_allclose(same().value_KxP[0], alone[1].ravel(), rtol=1e-6)  # Of two that share a slot the last one stays.
+    np.testing.assert_allclose(
+        same().value_KxP[0], alone[1].ravel(), rtol=1e-6
+    )  # of two samples that share a slot, the last one is kept
     np.testing.assert_array_equal(ends.send(x, 0, "F", tokens=samples(20, 40)), alone)
 
 
@@ -207,7 +211,7 @@ def test_gradients_go_where_top_k_sent_activations():
     places = [ends.send(x, j, "F") != 0 for j, x in enumerate(xs[0])]
     assert codecs.message_bytes(ends.message) == forward.num_bytes((I, J), "float32") == k * (4 + 1)
     arrived = 0
-    for j in (2, 0, 3, 1):  # Indices are those of the microbatch.
+    for j in (2, 0, 3, 1):  # indices within the microbatch
         y = ends.send(xs[1, j], j, "B")
         arrived += y
         assert codecs.message_bytes(ends.message) == 2 * k
@@ -271,7 +275,7 @@ def tokens(step, batch):
 
 
 class Pipe:
-    """One worker's pipeline, one sequence a microbatch, or as many as a tensor-parallel group has devices."""
+    """One worker's pipeline with one sequence per microbatch, or one per tensor-parallel device."""
 
     def __init__(self, boundary, S, name="1f1b", C=1, microbatches=4, T=1, batch=0):
         self.workers, self.batch = mesh.make_workers(1, stages=S, tensor=T, divided=model().divided), batch or T * microbatches
@@ -315,7 +319,7 @@ def test_bytes_in_the_compiled_program_are_those_of_the_codecs(S, name, C, optio
     dense, links_, schedule = CONTEXT * WIDTH * 4, S * C - 1, schedules.make(name, S, 4, C)
     critical = sum(send.in_epilogue for sends in schedule.sends for send in sends if send.kind == "B")
     assert critical == S * (S - 1) // 2 or name != "1f1b"
-    loss = 2 * (S - 1) * 4  # Summed over stages.
+    loss = 2 * (S - 1) * 4  # summed over stages
     if S == 4:
         expected = dense / (CONTEXT * WIDTH / (2 * (CONTEXT + WIDTH)))
         assert sent - loss == (4 * 2 * links_ - critical) * dense + critical * expected
@@ -329,7 +333,7 @@ def test_bytes_in_the_compiled_program_are_those_of_the_codecs(S, name, C, optio
 
 @pytest.mark.usefixtures("users_generator")
 def test_full_rank_and_identity_are_no_compression():
-    """25 steps, everything coded in both directions, to the last bit where nothing is computed."""
+    """25 steps with every message coded in both directions; bit-exact where nothing is computed."""
     plain = Pipe(None, 2).train(25)
     same = Pipe(pipeline.coded(codecs.identity(), codecs.identity(), when="always"), 2).train(25)
     codec = codecs.low_rank(rank=CONTEXT)
@@ -356,21 +360,22 @@ def test_full_rank_and_identity_are_no_compression():
     ],
 )
 def test_each_device_of_a_group_codes_and_sends_its_own_part(batch, options):
-    """K = 2 devices: each has the codec's state for its half of the rows, 6 of 12, or 3 of a single sequence's 6. Nothing is compiled
-    anew for the second step."""
+    """K = 2 devices: each holds the codec state of its half of the rows, 6 of 12, or 3 of a single sequence's 6. The second step
+    does not recompile.
+    """
     given = {key: registry.make("codec", value) if key in ("backward", "forward") else value for key, value in options.items()}
     pipe = Pipe(pipeline.coded(**given), 2, T=2, batch=batch)
     losses = pipe.train(3, rate=0.05)
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
     rows = 6 * (pipe.batch // 4) // 2
-    coded = {"backward": 4 if options.get("when") == "always" else 1, "forward": 4}  # of 4 microbatches
+    coded = {"backward": 4 if options.get("when") == "always" else 1, "forward": 4}  # 4 microbatches
     sent = {
         name: count * given[name].num_bytes((rows, WIDTH), "float32") + (4 - count) * rows * WIDTH * 4
         for name, count in coded.items()
     }
     if "reuse_indices" in options:
-        sent["backward"] = 4 * 2 * 36  # Three quarters of 48 values, whose places both ends know.
-    loss = 2 * (2 - 1) * 4 * 2  # Summed over stages, on both devices.
+        sent["backward"] = 4 * 2 * 36  # three quarters of 48 values, whose indices both ends have
+    loss = 2 * (2 - 1) * 4 * 2  # summed over stages, on both devices
     assert wire.bytes_by_axis(pipe.step.as_text(), pipe.workers)["stage"].item() == 2 * sum(sent.values()) + loss
     for leaf, sharding in zip(*map(jax.tree.leaves, (pipe.state, pipe.workers.shardings(pipe.state))), strict=True):
         assert leaf.shape[:3] == (1, 2, 2) and leaf.addressable_data(0).shape[:3] == (1, 1, 1)
@@ -380,7 +385,7 @@ def test_each_device_of_a_group_codes_and_sends_its_own_part(batch, options):
 
 
 def test_full_rank_is_no_compression_on_groups_of_devices_either():
-    """25 steps; and parts of messages, joined, are the messages that one device would send."""
+    """25 steps; the parts of a message, joined, equal the message that one device would send."""
     alone = Pipe(None, 2, batch=8).train(25)
     plain = Pipe(None, 2, T=2).train(25)
     codec = codecs.low_rank(rank=CONTEXT)
@@ -391,7 +396,7 @@ def test_full_rank_is_no_compression_on_groups_of_devices_either():
 
 
 def test_ends_agree_on_every_link_of_an_interleaved_schedule():
-    """Both remember: estimates of chunk c of a stage are those of the chunk before, or behind, on its other end."""
+    """Both ends keep estimates: those of chunk c of a stage match the previous or next chunk at the other end."""
     S, C = 2, 2
     boundary = pipeline.coded(codecs.topk(fraction=0.3), codecs.int4(), error="ef21", forward_error="samples", slots=16)
     pipe = Pipe(boundary, S, "interleaved", C)

@@ -1,4 +1,4 @@
-"""Training with coded messages between stages: resume, reports, simulation, and what is refused."""
+"""Training with coded messages between stages: resuming, reports, simulation, and refused configs."""
 
 import json
 import shutil
@@ -53,12 +53,12 @@ CODED = "workers=2,stages=2,microbatches=2,backward=low_rank(rank=1),forward=int
 
 @pytest.fixture(scope="module")
 def reference(launch):
-    """Gossip between two pipelines, each of which remembers its own errors."""
+    """Gossip between two pipelines, each with its own compression errors."""
     return launch(CODED)
 
 
 def assert_resume_is_bit_exact(launch, run, part, argument, **fields):
-    """Takes the second half of a run's steps again; returns the state after them."""
+    """Repeat the second half of a run's steps; return the state after them."""
     workdir, state, rows, _ = run
     shutil.copytree(workdir, part)
     shutil.rmtree(part / "checkpoints" / "8")
@@ -116,7 +116,7 @@ def test_bytes_and_the_loss_with_codecs_are_reported(reference):
     _, state, rows, summary = reference
     error_NxS = np.abs(state.source["B"].sender.error).max(axis=(2, 3, 4, 5))
     assert (error_NxS[:, 1] > 0).all() and (error_NxS[:, 0] == 0).all() and error_NxS[0, 1] != error_NxS[1, 1]
-    forward, steady, epilogue, sums = 2 * (128 + 128 // 16 * 4), 16 * 8 * 4, 4 * (16 + 8), 2 * 2 * 4  # Sums: of loss and norm.
+    forward, steady, epilogue, sums = 2 * (128 + 128 // 16 * 4), 16 * 8 * 4, 4 * (16 + 8), 2 * 2 * 4  # the sums of loss and norm
     per_step = forward + steady + epilogue + sums
     assert summary["bytes_between_stages_per_step_per_worker"] == per_step
     assert rows[-1]["bytes_between_stages_per_worker"] == 8 * per_step

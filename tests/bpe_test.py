@@ -1,4 +1,4 @@
-"""Byte-pair encoding: nothing is lost, words are whole in every script, and impossible vocabularies are refused."""
+"""Byte-pair encoding: lossless, whole words in every script, and impossible vocabularies are refused."""
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ def test_any_bytes_come_back():
     texts = [everything, b"the cat", "Mädchen – 女".encode(), b""]
     coded = coder.encode(texts)
     assert [coder.decode(tokens) for tokens in coded] == texts
-    assert all(tokens.min(initial=3) >= 3 for tokens in coded)  # None of the special ones.
+    assert all(tokens.min(initial=3) >= 3 for tokens in coded)  # no special tokens
     assert [coder.bytes_V[tokens].sum() for tokens in coded] == [len(text) for text in texts]
     assert len(coder.encode([b"the"])[0]) < 3
     again = bpe.train([b"the cat and the dog", everything] * 5, 270, special=3)
@@ -37,13 +37,13 @@ def test_random_bytes_come_back(coder, text):
 
 
 def test_words_with_umlauts_are_whole(coder):
-    """Each word that is frequent enough is one token, so merges reach over all its letters."""
+    """Each frequent word is one token, so merges span all its letters."""
     (tokens,) = coder.encode([GERMAN])
     assert [coder.decode([token]).decode() for token in tokens] == ["Mädchen", " fährt", " größte"]
 
 
 def test_numbers_that_the_vocabulary_lacks_stand_for_nothing(coder):
-    """A model's output layer has as many tokens as were asked for."""
+    """A model's output layer has as many tokens as requested."""
     (tokens,) = coder.encode([GERMAN])
     assert len(coder.bytes_V) < 400
     assert coder.decode([0, 399, *tokens, len(coder.bytes_V), 2]) == GERMAN

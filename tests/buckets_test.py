@@ -1,4 +1,4 @@
-"""Buckets: pack and unpack are inverse, sizes are as declared."""
+"""Buckets: unpack inverts pack, and sizes are as declared."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

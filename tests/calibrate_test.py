@@ -1,4 +1,4 @@
-"""launch/calibrate.py: exchanges are what they are called, launch.plan takes the profile, mistakes are one line."""
+"""launch/calibrate.py: each exchange is the one named, launch.plan accepts the profile, and errors take one line."""
 
 import json
 
@@ -17,13 +17,13 @@ from tests import commands
 from tests.runs import spec_of
 
 TINY = ("--config.model.depth=1", "--config.model.width=8", "--config.model.hidden=8", "--config.model.context=8")
-# So far apart that the larger ones take longer on any machine, and so often that a pause in two of the rounds changes no median.
+# Sizes are far enough apart that larger ones take longer on any machine, with enough rounds that two pauses do not change a median.
 QUICK = ("--rounds=5", "--sizes=1e4,1.6e7")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def launch(module, *arguments):
-    """Runs a command on forced CPU devices."""
+    """Run a command on forced CPU devices."""
     return commands.run(module, *arguments, COLUMNS="120")
 
 
@@ -45,7 +45,7 @@ def setup_of(workers, local_size):
 @pytest.mark.parametrize(
     "workers, local_size, expected",
     [
-        # Worker i sends i; -1: nothing arrives. Between nodes it is the first worker of each that takes part.
+        # Worker i sends i; -1: nothing arrives. Between nodes, the first worker of each takes part.
         (
             8,
             2,
@@ -68,7 +68,7 @@ def test_exchanges_are_what_they_are_called(workers, local_size, expected):
     assert {(what.kind, what.scope) for what in actions} == set(expected) and len(actions) == 2 * len(expected)
     for what, action in actions.items():
         vectors = action()
-        assert len(vectors) == len(layout.buckets)  # As many messages as training sends.
+        assert len(vectors) == len(layout.buckets)  # as many messages as in training
         assert sum(x_NxP.nbytes for x_NxP in vectors) == workers * what.num_bytes
         assert what.num_bytes == pytest.approx(1000, rel=0.01) or what.num_bytes == layout.num_bytes
         for x_NxP in vectors:
@@ -92,7 +92,7 @@ def test_all_parts_of_a_step_run_again_and_again():
 
 
 def test_batches_of_several_shapes_take_turns(tmp_path):
-    """As sentences do; each shape is compiled before anything is timed."""
+    """Batches of several lengths, like sentences; each shape is compiled before timing starts."""
     config = translation.get_config("smoke,workers=2")
     config.update_from_flattened_dict({"data.path": str(tiny.multi30k(tmp_path, shortest=3)), "data.length": 24})
     setup = measure.prepare(spec_of(config))
@@ -112,7 +112,7 @@ def check_profile(path, nodes, per_node):
     assert set(cluster.codec_Bps) == set(measure.CODECS)
     size = parts.size(tiny_config())
     assert workload.total_bytes == 4 * size.params and min(workload.forward_s, workload.optimizer_s) > 0
-    assert workload.combine_s >= 0  # A difference of times
+    assert workload.combine_s >= 0  # a difference of two times
     planned = launch("launch.plan", f"--cluster={path}", "--codec=int8")
     assert planned.returncode == 0 and planned.stderr == "", planned.stderr
     assert "Decentralization" in planned.stdout and f"{nodes} × {per_node} workers" in planned.stdout
@@ -146,7 +146,7 @@ def test_a_profile_of_devices_in_one_process(tmp_path):
     assert json.loads(path.read_text())["name"] == "here [2]" and [*tmp_path.iterdir()] == [path]
     check_profile(path, 2, 2)
     workload = costmodel.load(path)[1]
-    assert workload.jitter.is_deterministic  # Workers of one process are timed together.
+    assert workload.jitter.is_deterministic  # workers of one process are timed together
     (form,) = workload.compressed
     assert (form.num_workers, form.topology, form.latencies) == (4, "", 2.0) and 0 < form.ratio < 1
     for workers, told in ((4, f"│ {form.name}"), (8, f"{form.name!r} was measured with 4 workers, not 8")):
@@ -172,7 +172,7 @@ def test_a_profile_of_two_processes(tmp_path):
     assert links.num_devices == 2 and links.flops is not None
     assert "Mbit/s" in result.stdout and "--links=" in result.stdout
     assert result.stdout.count("pair between nodes") == 1 and "2 nodes × 1 workers, cpu" in result.stdout
-    assert result.stdout.count("beside a gradient") == 1  # Processes send from a thread of their own.
+    assert result.stdout.count("beside a gradient") == 1  # processes send from a separate thread
     check_profile(path, 2, 1)
     assert costmodel.load(path)[1].beside_s >= 0
 

@@ -1,4 +1,4 @@
-"""launch/chaos.py: what the text of --chaos means, and when it is done."""
+"""launch/chaos.py: the grammar of --chaos, and when events fire."""
 
 import itertools
 import os
@@ -75,7 +75,7 @@ def test_a_rate_that_is_none_is_refused_before_its_time():
 
 
 class Box:
-    """Notes what is done to its links."""
+    """Record what is done to its links."""
 
     def __init__(self):
         self.did = []
@@ -106,6 +106,6 @@ def test_faults_are_done_when_they_are_due_and_end(monkeypatch):
     assert box.did[2:] == [(1, True)] and sent[2:] == [(11, signal.SIGCONT)]
     now_s[0] += 25
     trouble.look()
-    assert sent[3:] == [(11, signal.SIGSTOP)]  # There is no process 2.
+    assert sent[3:] == [(11, signal.SIGSTOP)]  # there is no process 2
     trouble.close()
     assert sent[4:] == [(11, signal.SIGCONT)]

@@ -1,4 +1,4 @@
-"""Checkpoints: damage is seen and told in one line, only what is finite is saved, and those of older versions go on."""
+"""Checkpoints: damage is detected and reported in one line, and only finite states are saved."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def saved(folder, *steps, state=None):
 
 
 def overwrite(folder, step, state):
-    """Puts other arrays into a checkpoint."""
+    """Put other arrays into a checkpoint."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((folder / "checkpoints" / str(step) / "state").absolute(), state, force=True)
 
@@ -53,7 +53,7 @@ def overwrite(folder, step, state):
 
 
 def flipped_signs(x):
-    """Of two of the first worker's values, which the sum of version 1 does not see."""
+    """Swap two of the first worker's values, which the checksum of version 1 does not detect."""
     return x.at[0, 0].multiply(-1).at[0, 1].multiply(-1)
 
 
@@ -89,7 +89,7 @@ def test_a_flipped_bit_of_the_counters_is_seen(tmp_path):
             assert checkpoints.restore(1, state)[1] == COUNTERS
         except train.CheckpointError as error:
             assert "checkpoints/1 is damaged" in str(error) and "\n" not in str(error)
-        else:  # Only where the flip changes no value, as in white space.
+        else:  # only where the flip changes no value, such as white space
             assert json.loads(path.read_bytes()) == json.loads(content)
     changed = json.loads(content)
     changed["counters"]["bytes_sent_per_worker"] = 72321.0
@@ -99,7 +99,7 @@ def test_a_flipped_bit_of_the_counters_is_seen(tmp_path):
 
 
 def test_damage_is_raised_and_not_printed_besides(tmp_path, capfd):
-    """Reads and writes of many arrays are under way when the first fails."""
+    """Many arrays are being read and written when the first one fails."""
     state = {f"{i}": jnp.asarray(np.random.default_rng(i).normal(size=3000), jnp.float32) for i in range(40)}
     checkpoints = saved(tmp_path, 1, 2, state=state)
     for path in (tmp_path / "checkpoints/2/state").rglob("d/*"):
@@ -109,7 +109,7 @@ def test_damage_is_raised_and_not_printed_besides(tmp_path, capfd):
         with pytest.raises(train.CheckpointError, match="checkpoints/2 is damaged"):
             checkpoints.restore(2, state)
     room = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, room[1]))  # No file may be larger, as if the disk was full.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, room[1]))  # a file-size limit, as if the disk were full
     try:
         with pytest.raises(train.CheckpointError, match="step 3 cannot be written"):
             checkpoints.save(3, state, COUNTERS)
@@ -182,7 +182,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
 
 
 def test_a_save_that_fails_leaves_no_thread_that_an_exit_would_wait_for(tmp_path, monkeypatch):
-    """Orbax's threads wait for a folder, by default also for one that cannot be made."""
+    """Orbax's threads wait for a directory, by default even for one that cannot be created."""
     checkpoints, before = saved(tmp_path, 1), set(threading.enumerate())
 
     def refuse(*args, **options):
@@ -223,7 +223,7 @@ def test_what_is_not_finite_is_not_saved_and_the_newest_good_one_is_named(tmp_pa
 
 
 def test_a_checkpoint_that_is_not_finite_is_not_continued(tmp_path, monkeypatch):
-    """As earlier versions have saved them."""
+    """A checkpoint as written by earlier versions."""
     bad = state_of() | {"half": jnp.full((4, 7), jnp.inf, jnp.bfloat16)}
     saved(tmp_path, 1)
     with monkeypatch.context() as patch:
@@ -234,7 +234,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_continued(tmp_path, monkeypatch)
 
 
 def test_a_pending_gradient_that_is_not_finite_ends_the_run(tmp_path):
-    """After step 4 parameters and losses are finite; the gradient that the next step would apply is not."""
+    """After step 4 parameters and losses are finite, but the gradient that the next step would apply is not."""
     config = lm.get_config("smoke,workers=2,method=allreduce,stale,optimizer=sgdm")
     tiny = {"depth": 1, "width": 8, "hidden": 8, "heads": 1, "context": 16}
     config.update_from_flattened_dict(
@@ -253,12 +253,12 @@ def test_a_pending_gradient_that_is_not_finite_ends_the_run(tmp_path):
 
 def test_a_checkpoint_that_finds_no_room_is_told_and_the_one_before_stays(tmp_path):
     def state(size):
-        return {"x": jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)}  # Which nothing compresses.
+        return {"x": jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)}  # incompressible
 
     saved, room = checkpoint.Checkpoints(tmp_path, keep=2), resource.getrlimit(resource.RLIMIT_FSIZE)
     saved.save(1, state(10), {"corpus": "a"})
     saved.finish()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, room[1]))  # No file may be larger, as if the disk was full.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, room[1]))  # a file-size limit, as if the disk were full
     try:
         with pytest.raises(train.CheckpointError, match="step 2 cannot be written.*File too large.*make room") as error:
             saved.save(2, state(10**5), {"corpus": "a"})

@@ -1,4 +1,4 @@
-"""launch/cluster.py: its mistakes are told anywhere; with root and iproute2, real namespaces, rates, bytes and ends."""
+"""launch/cluster.py: errors are reported on any machine; with root and iproute2: real namespaces, rates, bytes and shutdown."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from launch import network as network_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 240
-NAME = f"test{os.getpid()}-"  # Nobody else's, so that a network that is up stays untouched.
+NAME = f"test{os.getpid()}-"  # an address range of its own, so that a running network stays untouched
 TINY = (
     "--config.model.depth=1",
     "--config.model.width=8",
@@ -28,14 +28,14 @@ TINY = (
     "--config.eval.num_windows=2",
 )
 
-# Notes its process id and waits.
+# Write the process id to a file and wait.
 IDLE = """
     import os, pathlib, sys, time
     flags = dict(argument.lstrip("-").partition("=")[::2] for argument in sys.argv[1:])
     pathlib.Path(flags["pids"], flags["process_index"]).write_text(str(os.getpid()))
     time.sleep(120)
 """
-# Receives from --senders connections; prints bytes and the seconds from the first to the last.
+# Receive from --senders connections; print the bytes and the seconds from the first to the last one.
 RECEIVE = """
     import selectors, socket, sys, time
     server = socket.create_server(("", 5000))
@@ -59,7 +59,7 @@ SEND = """
 
 
 def why_not():
-    """What keeps namespaces from working here, or nothing."""
+    """Return why namespaces do not work here, or nothing."""
     try:
         iproute.require_privileges()
     except command.UserError as error:
@@ -79,7 +79,7 @@ needs_namespaces = pytest.mark.skipif(bool(reason := why_not()), reason=reason o
 
 
 def left_over():
-    """Names of namespaces and paths of files that this test file has made."""
+    """Names of the namespaces and paths of the files that this test file creates."""
     folders = [pathlib.Path(folder) for folder in ("/var/run/netns", "/etc/netns", "/run")]
     return [str(path) for folder in folders if folder.is_dir() for path in folder.iterdir() if NAME in path.name]
 
@@ -96,7 +96,7 @@ def launch(*arguments, **environment):
 
 
 def ended(process):
-    """Output, errors and exit code."""
+    """Run the command; return output, errors and exit code."""
     return *process.communicate(timeout=TIMEOUT_S), process.returncode
 
 
@@ -110,7 +110,7 @@ def wait_for(condition, process=None):
 
 @pytest.fixture
 def idle(tmp_path):
-    """A command that has made a network of two hosts for two processes that wait, and where those note their ids."""
+    """A command that created a network of two hosts for two waiting processes, and the files with their ids."""
     (tmp_path / "idle.py").write_text(textwrap.dedent(IDLE))
     arguments = ["run", f"--name={NAME}", "--hosts=2", "--module=idle", "--", f"--pids={tmp_path}"]
     return launch(*arguments, PYTHONPATH=str(tmp_path)), [tmp_path / "0", tmp_path / "1"]
@@ -230,7 +230,7 @@ def test_what_the_machine_lacks_is_told(monkeypatch, lacking, problem):
 
 @needs_namespaces
 def test_the_switch_reaches_itself():
-    """Otherwise the launcher reports that its coordinator cannot be reached."""
+    """Otherwise the launcher reports an unreachable coordinator."""
     with network_lib.network(1, name=NAME) as made, made._at_switch(lambda: socket.create_server((made.gateway, 0))) as server:
         made._at_switch(lambda: socket.create_connection(server.getsockname(), TIMEOUT_S)).close()
 
@@ -264,7 +264,7 @@ def test_up_rate_bytes_down():
 
 
 def transfer_s(network, senders, num_bytes):
-    """Seconds that host 0 takes to receive `num_bytes` from each of the hosts behind it."""
+    """Return the seconds in which host 0 receives `num_bytes` from each of the other hosts."""
 
     def python(host, program, *arguments, **options):
         line = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
@@ -280,21 +280,21 @@ def transfer_s(network, senders, num_bytes):
 
 @needs_namespaces
 def test_a_link_carries_its_rate_and_no_more_both_ways():
-    num_bytes, burst = 2_000_000, 600_000  # What two full buckets let through at once, and a little more.
+    num_bytes, burst = 2_000_000, 600_000  # what two full buckets release at once, plus a margin
     with cluster.network(3, "16mbit", NAME) as network:
         assert network.rate_Bps(1) == 2e6
         before = network.bytes()
         slow_s = transfer_s(network, 1, num_bytes)
         sent = network.bytes()[1].sent - before[1].sent
         received = network.bytes()[0].received - before[0].received
-        both_s = transfer_s(network, 2, num_bytes)  # Two links send, one receives.
+        both_s = transfer_s(network, 2, num_bytes)  # two links send, one receives
         network.set_rate("64mbit")
         fast_s = transfer_s(network, 1, num_bytes)
         network.set_rate("none")
         assert network.rate_Bps(1) is None
         transfer_s(network, 1, num_bytes)
     assert num_bytes <= sent < 1.2 * num_bytes and num_bytes <= received < 1.2 * num_bytes
-    # Nothing is faster than the rate; how much slower depends on what else the cores do.
+    # Nothing is faster than the rate; how much slower depends on the load of the cores.
     assert (num_bytes - burst) / 2e6 <= slow_s
     assert (2 * num_bytes - 2 * burst) / 2e6 <= both_s
     assert (num_bytes - burst) / 8e6 <= fast_s
@@ -308,7 +308,7 @@ def test_a_pair_of_hosts_may_be_slower():
         network.set_pairs("1-2:8mbit")
         open_s = transfer_s(network, 1, num_bytes)
         network.set_pairs("0-1:8mbit")
-        assert network.rate_Bps(0) == 8e6  # Of the link.
+        assert network.rate_Bps(0) == 8e6  # of the link
         slow_s = transfer_s(network, 1, num_bytes)
         network.set_rate("none")
         network.set_rate("64mbit")
@@ -406,7 +406,7 @@ def test_processes_of_a_host_are_neighbours_and_see_each_other(tmp_path):
 def test_an_interrupted_run_takes_its_network_down(idle, number):
     launcher, notes = idle
     process_ids = ids(notes)
-    assert len(left_over()) == 6  # Three namespaces, two hosts files, the state.
+    assert len(left_over()) == 6  # three namespaces, two hosts files, the state file
     launcher.send_signal(number)
     _, errors, code = ended(launcher)
     assert code == 128 + number and f"interrupted by {number.name}" in errors
@@ -435,7 +435,7 @@ def test_the_network_of_a_killed_launcher_is_removed(idle):
     process_ids = ids(notes)
     (watcher,) = watchers(launcher)
     launcher.kill()
-    _, errors = launcher.communicate(timeout=TIMEOUT_S)  # Ends with the watcher, which tells it.
+    _, errors = launcher.communicate(timeout=TIMEOUT_S)  # ends together with its watcher
     wait_for(lambda: not any(map(alive, [watcher, *process_ids])))
     assert left_over() == []
     assert errors == f"removed network '{NAME}': the command that created it was killed\n"

@@ -1,4 +1,4 @@
-"""What codecs promise value by value, and the parts that they are made of."""
+"""What codecs guarantee value by value, and their building blocks."""
 
 import functools
 import math
@@ -35,7 +35,7 @@ def round_trip(name, **options):
 
 
 def bound(name, x_P):
-    """What the docstrings promise."""
+    """The bounds in the docstrings."""
     if name in ("bfloat16", "float16"):
         digits, least = {"bfloat16": (8, 1e-38), "float16": (11, 3e-8)}[name]
         return np.abs(x_P) * 2.0**-digits + least
@@ -77,7 +77,7 @@ def test_the_error_bound_holds_always(e, width, dtype, x_P, scale):
 
 @pytest.mark.parametrize("e, width, dtype", ERROR_BOUNDED)
 def test_the_error_bound_holds_where_roundings_are_worst(e, width, dtype):
-    """Next to the middle between two numbers, over the whole range, and beyond it."""
+    """Values around the midpoint between two codes, over the whole range and beyond it."""
     middles = (np.arange(-(2**width), 2**width) + 0.5) * 2 * e
     x_P = np.concatenate(
         [np.nextafter(middles.astype(np.float32), side) for side in (-np.inf, 0, np.inf)]
@@ -89,7 +89,7 @@ def test_the_error_bound_holds_where_roundings_are_worst(e, width, dtype):
 
 def test_only_groups_with_too_many_outliers_are_sent_raw():
     x_P = np.zeros(512, np.float32)
-    x_P[[0, 2]], x_P[[1, 3, 5]] = 7, 7  # Value p belongs to group p mod 2.
+    x_P[[0, 2]], x_P[[1, 3, 5]] = 7, 7  # value p belongs to group p mod 2
     message = codecs.make("bounded", outliers=2).encode(x_P, (), None)
     np.testing.assert_array_equal(bits.unpack(message["overflow"], 1, 2), [0, 1])
     assert np.count_nonzero(message["raw"]) == 3
@@ -121,7 +121,7 @@ def test_packing_is_dense_and_exact(width, size):
     ],
 )
 def test_the_largest_are_those_of_a_sort(shape, k, dtype):
-    """Of bfloat16 many are equal, and any of these will do."""
+    """Many bfloat16 values are equal; any of them is a correct choice."""
     with jax.enable_x64(dtype == "float64"):
         x = jnp.abs(jnp.asarray(np.random.default_rng(k).normal(size=shape), dtype)).at[..., 5:9].set(jnp.inf).at[..., 9:].min(3)
         chosen = jax.jit(sparse.largest, static_argnums=1)(x, k)
@@ -172,7 +172,7 @@ def test_noise_is_uniform_and_keys_are_independent():
 
 @pytest.mark.parametrize("limit", [1, 3, 100, 3 * 2**14, 2**16])
 def test_whole_numbers_below_a_limit_are_equally_likely(limit):
-    """Of 16 bits alone, every third number below 3·2¹⁴ would come twice as often as the others."""
+    """With only 16 random bits, every third number below 3·2¹⁴ would be drawn twice as often as the others."""
     n, seed = 2**16, noise.words(jax.random.key(1))
     drawn_P = np.asarray(noise.below(limit, (n,), seed), np.int64)
     np.testing.assert_array_equal(drawn_P, np.asarray(noise.bits((n,), seed), np.int64) * limit >> 32)
@@ -190,7 +190,7 @@ def test_compilers_do_not_take_a_cast_for_none(name, dtype):
 
 
 def test_groupwise_selection_keeps_nearly_the_energy_of_top_k():
-    """The figures of `sparse`: 1 % of normal values."""
+    """The figures in `sparse`: 1 % of normally distributed values."""
     x_P = np.random.default_rng(0).normal(size=200_000).astype(np.float32)
     kept = {name: np.square(round_trip(name)(x_P)).sum() / np.square(x_P).sum() for name in ("topk", "block_topk")}
     assert kept["topk"] == pytest.approx(0.084, abs=0.002) and kept["block_topk"] == pytest.approx(0.077, abs=0.002)
@@ -200,7 +200,7 @@ def test_groupwise_selection_keeps_nearly_the_energy_of_top_k():
 
 
 def power_steps(codec, matrices, state):
-    """Relative error of every message."""
+    """Return the relative error of every message."""
 
     @jax.jit
     def step(a_IxJ, state):
@@ -218,7 +218,7 @@ def power_steps(codec, matrices, state):
 def test_dct_is_as_contractive_as_its_values(values, contractive):
     codec = codecs.make("dct", fraction=0.25, values=values)
     assert codec.contractive == contractive
-    if contractive:  # A quarter of the coefficients, and of those what int8 keeps.
+    if contractive:  # a quarter of the coefficients, each in int8
         assert codec.delta((64, 64)) == 0.25 * codecs.make(values).delta((1024,))
 
 
@@ -241,7 +241,7 @@ def test_low_rank_warms_up_to_the_best_approximation():
     assert errors[-1] == pytest.approx(best, rel=1e-3) and (np.diff(errors) < 1e-6).all() and errors[0] > 1.5 * best
     full = codecs.make("low_rank", rank=20)
     assert power_steps(full, [a_IxJ], full.init((20, 30), jnp.float32))[0][0] < 1e-6
-    # A scale whose square is no float32 makes no difference, nor do a zero matrix and an infinite one in between.
+    # A scale whose square overflows float32 makes no difference, nor do a zero or an infinite matrix in between.
     tiny, state = power_steps(codec, [np.float32(1e-18) * a_IxJ] * 3, state)
     bad = [np.zeros((20, 30)), np.full((20, 30), np.inf), a_IxJ[:, :1] * np.ones(30)]
     with np.errstate(invalid="ignore"):

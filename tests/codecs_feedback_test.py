@@ -1,4 +1,4 @@
-"""Memory of what messages lost: it stays bounded, is delivered, and survives what is not finite."""
+"""Error feedback: the memory stays bounded, is eventually sent, and survives non-finite values."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def run_feedback(feedback, grads, keys=None):
-    """Memory after all steps, and messages decoded at every step."""
+    """Return the memory after all steps, and the messages decoded at every step."""
     shape = grads.shape[1:]
 
     def step(memory, given):
@@ -77,7 +77,7 @@ def test_a_bad_gradient_leaves_all_memory_as_it_was(wrap, codec):
 
 
 def test_both_ends_of_ef21_agree_where_the_message_does_not_tell():
-    """Random-k may leave out the value that is not finite."""
+    """Random-k may leave out the non-finite value."""
     grads = np.ones((40, 30), np.float32)
     grads[::3, 4] = np.nan
     feedback = codecs.feedback.ef21(codecs.make("randomk", fraction=0.2))

@@ -1,4 +1,4 @@
-"""The contract that every codec keeps: what comes back, how far off it is, how many bytes travelled, what is remembered."""
+"""The contract of every codec: what is decoded, its error, the bytes sent, and what is stored."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class Halves(codecs.Codec):
-    """A user's own codec: every second value is sent, the even ones and the odd ones in turn."""
+    """A user's own codec: sends every second value, even and odd ones in turn."""
 
     linear = True
     state_key = "edge"
@@ -55,7 +55,7 @@ VARIANTS = {
     "contracted qsgd": lambda: codecs.feedback.Contracted(codecs.make("qsgd", levels=1)),
 }
 ALL = (*codecs.names(), *VARIANTS)
-SHAPE = (30, 76)  # Two whole blocks of 1024 values, or eight of 256, and part of another.
+SHAPE = (30, 76)  # two whole blocks of 1024 values, or eight of 256, and part of another
 SIZE = math.prod(SHAPE)
 TRIALS = 256
 
@@ -72,21 +72,21 @@ def transfer(codec, x, state, key):
 
 @functools.cache
 def many(name):
-    """Compiled once for all tests: TRIALS arrays at once."""
+    """Compiled once for all tests, over TRIALS arrays at a time."""
     return jax.jit(jax.vmap(functools.partial(transfer, make(name)), in_axes=(0, None, 0)))
 
 
 def samples() -> np.ndarray:
-    """Arrays that are hard for one codec or another: [TRIALS, *SHAPE]."""
+    """Arrays that are hard for some codec: [TRIALS, *SHAPE]."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(TRIALS, SIZE))
     x[1::8] **= 3
     x[2::8] = rng.uniform(-1, 1, x[2::8].shape)
     x[3::8] = np.sign(x[3::8])
     x[4::8] = np.eye(SIZE)[rng.integers(SIZE, size=len(x[4::8]))] * 3
-    x[5::8] = np.where(np.arange(SIZE) % 40 == 0, 1, 1 / 14)  # Half a step of int4 in all but one.
+    x[5::8] = np.where(np.arange(SIZE) % 40 == 0, 1, 1 / 14)  # half an int4 quantization step in all values but one
     x[6::8] = np.sin(np.arange(SIZE) / 7 + rng.uniform(0, 9, (len(x[6::8]), 1)))
-    x[7::8] *= np.repeat(10.0 ** rng.integers(-6, 6, (len(x[7::8]), SHAPE[0])), SHAPE[1], axis=1)  # No block like another.
+    x[7::8] *= np.repeat(10.0 ** rng.integers(-6, 6, (len(x[7::8]), SHAPE[0])), SHAPE[1], axis=1)  # every block differs
     return x.reshape(TRIALS, *SHAPE).astype(np.float32)
 
 
@@ -108,7 +108,7 @@ def test_the_error_is_as_small_as_declared(name):
     share = energy(x - back) / energy(x)
     if (delta := codec.delta(SHAPE)) is not None:
         assert 0 < delta <= 1
-        if codec.random or codec.state_key:  # In the mean only.
+        if codec.random or codec.state_key:  # only in the mean
             assert share.mean() <= 1 - delta + 4 * share.std() / TRIALS**0.5
         else:
             assert (share <= (1 - delta) * (1 + 1e-4) + 1e-11).all()
@@ -118,7 +118,7 @@ def test_the_error_is_as_small_as_declared(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_any_size_and_type_arrives(name):
-    """Scalars, nothing at all, and sizes that fill no block: what arrives is as near as declared."""
+    """Scalars, empty arrays, and sizes that do not fill a block are decoded as accurately as declared."""
     codec, rng = make(name), np.random.default_rng(2)
     with jax.enable_x64(True):
         cases = [
@@ -142,7 +142,7 @@ def test_any_size_and_type_arrives(name):
                 energy(np.asarray(x)[None])[0],
             )
             rounding = float(jnp.finfo(x.dtype).eps)
-            if codec.unbiased:  # One draw: a multiple of what is expected.
+            if codec.unbiased:  # one draw: a multiple of the expected error
                 assert error <= 10 * (codec.omega(x.size) + 0.1) * length
             elif codec.contractive and not codec.random and not codec.state_key:
                 assert error <= (1 - codec.delta(x.shape) + 4 * rounding) * length, (x.shape, x.dtype)
@@ -209,7 +209,7 @@ def test_messages_travel_in_the_declared_bytes(name):
     states = [codec.init(shape, dtype) for dtype in dtypes]
     stacked = workers.stack(([jnp.ones(shape, dtype) for dtype in dtypes], states))
     program = jax.jit(workers.map(lambda xs, states, keys: [swap(*each) for each in zip(xs, states, keys)], (0, 0, None)))
-    hlo = program.lower(*stacked, list(KEYS[:2])).compile().as_text()  # Of equal keys equal seeds would travel once.
+    hlo = program.lower(*stacked, list(KEYS[:2])).compile().as_text()  # equal keys would produce equal seeds
     found = wire.collectives(hlo, 2)
     assert {collective.kind for collective in found} == {"collective-permute", "all-gather"}
     declared = sum(codec.num_bytes(shape, dtype) for dtype in dtypes)
@@ -224,14 +224,14 @@ def test_zeros_and_bad_numbers_do_no_lasting_harm(name):
     state = codec.init(SHAPE, np.float32)
     x[0], x[1, 2, 3], x[2, 2, 3], x[3, 1, 1] = 0, np.inf, np.nan, -np.inf
     message, back, after = many(name)(x, state, KEYS)
-    if name != "sign":  # Which knows no zero.
+    if name != "sign":  # it has no code for zero
         np.testing.assert_array_equal(back[0], np.zeros(SHAPE))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
-    if codec.state_key == "tensor":  # As it was.
+    if codec.state_key == "tensor":  # unchanged
         jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[1], old), after, state)
-    if name != "sign" and "randomk" not in name and "halves" not in name:  # Which need not send it, or cannot.
+    if name != "sign" and "randomk" not in name and "halves" not in name:  # it need not, or cannot, be sent
         assert not np.isfinite(back[1:4]).all(axis=(1, 2)).any()
-    for i in range(4 if codec.state_key else 0):  # The message after it is as good as any.
+    for i in range(4 if codec.state_key else 0):  # the next message is as accurate as any
         assert np.isfinite(many(name)(samples(), jax.tree.map(lambda leaf: leaf[i], after), KEYS)[1]).all()
 
 
@@ -260,7 +260,7 @@ def test_error_feedback_returns_what_the_message_lost(name):
 
         memory, (sent, errors) = jax.jit(lambda: jax.lax.scan(step, feedback.init(shape, jnp.float64), (grads, KEYS[:steps])))()
         assert sent.dtype == errors.dtype == np.float64
-        scale = np.abs(errors).max() + np.abs(grads).max()  # 'sign' alone lets it grow.
+        scale = np.abs(errors).max() + np.abs(grads).max()  # 'sign' alone lets it grow
         np.testing.assert_allclose(sent[0] + errors[0], grads[0], atol=1e-14 * scale)
         np.testing.assert_allclose(sent.sum(axis=0) + memory.error, grads.sum(axis=0), atol=1e-13 * scale)
 

@@ -1,4 +1,4 @@
-"""launch/command.py: how all commands start, fail and end."""
+"""launch/command.py: how all commands start, fail and exit."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from tests import commands
 
 
 def ended(program, **environment):
-    """(code, output, errors) of a small command with these variables."""
+    """Run a small command with these variables; return (code, output, errors)."""
     line = [sys.executable, "-c", f"from launch import command\nimport atexit, os, signal, sys\n{program}\ncommand.run(main)"]
     done = subprocess.run(line, cwd=commands.ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
@@ -53,7 +53,7 @@ def test_errors_of_the_system_are_one_line_in_every_command():
 
 @pytest.mark.parametrize("module", ["launch.train", "launch.calibrate", "launch.plan"])
 def test_a_flag_file_that_is_missing_is_one_line(module):
-    """ml_collections reads it while flags are defined."""
+    """ml_collections reads the flag while flags are being defined."""
     done = commands.run(module, "--flagfile=/nowhere")
     problem = "Unable to open flagfile: [Errno 2] No such file or directory: '/nowhere'; check --flagfile"
     assert (done.returncode, done.stderr) == (2, f"error: {problem}\n")

@@ -1,8 +1,8 @@
-"""The project's commands as a user runs them, quicker than by starting Python.
+"""The project's commands as a user runs them, without starting Python each time.
 
-`python -m launch.train` takes two seconds to import what it needs before it reads its flags, and another half to read a config. Here a
-server imports it once, and every command is a process forked from it: it runs its module as __main__, and has arguments, environment,
-output and exit code of its own.
+`python -m launch.train` takes two seconds to import its dependencies before it reads its flags, and another half second to read a
+config. Here a server imports them once and forks a process for every command; the fork runs its module as __main__, with its own
+arguments, environment, output and exit code.
 """
 
 import functools
@@ -31,17 +31,17 @@ IMPORTED = (
     "rich.table",
     "tests.all_parts",
 )
-# A process of several threads does not fork well, and numpy would start one per core.
+# A process with several threads does not fork safely, and numpy would start one per core.
 SERVER = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """What `python -m module arguments…` would come to, in the repository's root.
+    """Return what `python -m module arguments…` would do in the repository's root.
 
     Args:
         module: such as "launch.train".
         *arguments: of the command.
-        **environment: variables besides those of the tests; those of JAX are read by the server and must be in `SERVER`.
+        **environment: additional variables; those of JAX are read by the server and must be in `SERVER`.
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = [pathlib.Path(folder, name) for name in ("stdout", "stderr")]
@@ -52,14 +52,14 @@ def run(module: str, *arguments: str, **environment: str) -> subprocess.Complete
 class Flag(NamedTuple):
     """A flag of a command."""
 
-    parser: Any  # absl's, whose `parse` raises ValueError; None: some other library's
+    parser: Any  # absl's, whose `parse` raises ValueError; None for flags of other libraries
     boolean: bool
     required: bool
 
 
 @functools.cache
 def flags(module: str) -> dict[str, Flag]:
-    """The flags that `python -m module` has, by name, those of libraries included. Nothing of the command is run."""
+    """Return the flags of `python -m module` by name, including those of libraries, without running the command."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "flags")
         _forked(_tell_flags, module, path)
@@ -102,7 +102,7 @@ def _start(module, *arguments):
 def _tell_flags(module, path):
     from absl import app, flags
 
-    with mock.patch.object(app, "run"):  # All flags are defined when a command calls it.
+    with mock.patch.object(app, "run"):  # all flags are defined by the time a command calls it
         _start(module)
     found = flags.FLAGS
     required = {name for name in found if any("other than None" in str(v.message) for v in found[name].validators)}
@@ -113,5 +113,5 @@ def _tell_flags(module, path):
 def _if_picklable(value):
     try:
         return pickle.loads(pickle.dumps(value))
-    except Exception:  # Parsers of other libraries may be anything.
+    except Exception:  # parsers of other libraries may be anything
         return None

@@ -1,4 +1,4 @@
-"""tests/commands.py: its forks do what the command does."""
+"""tests/commands.py: its forks behave like the command."""
 
 import os
 import signal

@@ -12,7 +12,7 @@ from tests import commands
 
 
 def write_run(directory, *, losses=(4.0, 3.0, 2.0), finished=True, distance=0.5, items="tokens", members=(), **config):
-    """A run with 10 steps between rows; `members` are the workers of an elastic run by row; `config` replaces or adds fields."""
+    """A run with 10 steps between rows; `members` is the number of workers per row of an elastic run; `config` overrides fields."""
     directory.mkdir(parents=True)
     base = {
         "method": "decentralized",
@@ -70,14 +70,14 @@ def test_the_table_and_the_figure(tmp_path):
     assert header == ["run", "steps", "eval loss", "to first", "workers' loss", "consensus", "time, s", "tokens/s", "MB/step"]
     assert set("".join(rule)) == set(":-")
     assert rows[0] == ["allreduce", "30", "2.5000", "first", "2.250 to 2.750", "0", "7", "400", "5"]
-    # Unfinished: the last periodic evaluation; the median of 100 and 400 tokens/s; +10 % of 2.5.
+    # Unfinished run: the last periodic evaluation; the median of 100 and 400 tokens/s; +10 % of 2.5.
     assert rows[1] == ["decentralized ring", "20 of 30", "2.7500*", "+10.00 %", "2.650 to 2.850", "2.5e-01", "4", "250", "5"]
     assert "* unfinished" in result.stdout
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_files_beside_the_runs_are_skipped(tmp_path):
-    """As a shell makes of sweeps/graphs/*; a file alone is a mistake, and so is a directory without a run."""
+    """Arguments as a shell expands sweeps/graphs/*; a single file or a directory without a run is an error."""
     runs = [write_run(tmp_path / f"topology={name}", topology=name) for name in ("ring", "torus")]
     (tmp_path / "sweep.json").write_text("{}")
     result = launch(*sorted(tmp_path.iterdir()))
@@ -129,7 +129,7 @@ def test_the_figure_shows_the_numbers(tmp_path, monkeypatch):
     np.testing.assert_array_equal(distance.lines[1].get_ydata(), [0.5, 0.25])
     assert distance.get_yscale() == "log" and not len(distance.lines[0].get_xdata())
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["one", "two (unfinished)"]
-    assert "zero throughout: one" in distance.get_xlabel() and by_step.get_ylabel() == "loss, nats/byte"  # As of older runs.
+    assert "zero throughout: one" in distance.get_xlabel() and by_step.get_ylabel() == "loss, nats/byte"  # as in older runs
 
 
 @pytest.mark.parametrize("members, panels", [((), 3), ((4, 4, 4), 3), ((4, 3, 4), 4)])
@@ -150,7 +150,7 @@ def test_workers_that_left_and_came_back_are_drawn(tmp_path, monkeypatch, member
 @pytest.mark.parametrize(
     "configs, expected",
     [
-        # Fields of gossip say nothing about all-reduce; how often a run is logged says nothing about any.
+        # Gossip fields do not apply to all-reduce; the logging interval applies to neither.
         ([{"method": "allreduce", "topology": {"name": "torus"}}, {"log_every": 5}], ["allreduce", "decentralized ring"]),
         ([{"method": "allreduce"}, {"method": "allreduce", "optimizer": {"name": "sgdm"}}], ["adamw", "sgdm"]),
         ([{"workers": 8, "batch_size": 16, "seed": 1}, {}], ["seed=1 workers=8", "seed=0 workers=4"]),
@@ -170,7 +170,7 @@ def test_smoothing_is_a_mean_over_a_twentieth():
     smoothed = compare.smooth(values)
     dense = [values[max(0, i - 2) : i + 3].mean() for i in range(100)]
     np.testing.assert_allclose(smoothed, dense, atol=1e-12)
-    np.testing.assert_allclose(compare.smooth(values[:30]), values[:30], atol=1e-12)  # Too few to need it.
+    np.testing.assert_allclose(compare.smooth(values[:30]), values[:30], atol=1e-12)  # too few to need it
 
 
 def test_a_truncated_last_line_is_tolerated_and_a_damaged_one_is_not(tmp_path):

@@ -1,4 +1,4 @@
-"""decjax.contrib.compress and launch.compress: each form against its definition, bytes, losses of a run, mistakes in one line."""
+"""decjax.contrib.compress and launch.compress: each form against its definition, bytes, losses of a run, one-line errors."""
 
 import json
 
@@ -70,7 +70,7 @@ def test_losses_of_a_run(workdir):
     trained = json.loads((workdir / "summary.json").read_text())["eval_loss"]
     assert float(rows["as"][-2]) == pytest.approx(trained, abs=1e-4)
     assert abs(float(rows["low_rank(fraction=1)"][-1])) <= 1e-4 and abs(float(rows["int8"][-1])) < 0.01
-    assert float(rows["prune(fraction=1)"][-1]) > 0.1  # Nothing is left.
+    assert float(rows["prune(fraction=1)"][-1]) > 0.1  # nothing is left
     assert before == {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
 
 
@@ -84,7 +84,7 @@ def test_a_task_that_shows_no_outputs_is_told(workdir):
     "argument", ["tensor=2,tensor_codec=int8", "workers=2,reducer=gravac(speed=measured)"], ids=["coded sums", "measured speed"]
 )
 def test_runs_that_could_not_be_simulated_are_read(argument, tmp_path):
-    """These have no checkpoint, which is found out last."""
+    """These runs have no checkpoint, which is checked last."""
     document = config.resolve(lm.get_config(f"smoke,method=allreduce,simulate=false,{argument}"), 2).document
     (tmp_path / "config.json").write_text(json.dumps(document))
     done = commands.run("launch.compress", f"--workdir={tmp_path}")

@@ -1,4 +1,4 @@
-"""experiments/compressed_speed.py: what is asked of its figures, and its table."""
+"""experiments/compressed_speed.py: its acceptance rules and its table."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_peers_are_compared_with_their_own():
 
 
 def test_every_row_on_the_emulated_cluster_is_predicted():
-    """Messages of half the size, and a tenth of a second for coding, on a link that carries the parameters in a second."""
+    """Half-size messages and 0.1 s of coding on a link that sends the parameters in one second."""
     emulated = costmodel.Cluster("emulated", cs.HOSTS, 1, costmodel.Link(0, 1e9), costmodel.Link(0, 24e6))
     forms = tuple(
         costmodel.Compressed(text, cs.HOSTS, "" if "allreduce" in text else "base_k", 0.5, 0.1) for text in cs.SHORTHANDS.values()

@@ -1,4 +1,4 @@
-"""The files in configs/: keys for sweeps, layers that divide into stages, and steps that other values follow from."""
+"""The files in configs/: sweep keys, layers that divide into stages, and schedules that follow the number of steps."""
 
 import importlib
 import pathlib
@@ -53,7 +53,7 @@ def test_short_runs_have_a_warm_up_where_the_schedule_needs_one(steps, warmup):
 @pytest.mark.parametrize("scale, factor", [("linear", 2), ("sqrt", 2**0.5)])
 @pytest.mark.parametrize("file, tuned_workers", [(lm, 8), (cifar, 16), (translation, 16)], ids=["lm", "cifar", "translation"])
 def test_a_scaled_rate_is_the_tuned_one_at_the_tuned_number_of_workers(file, tuned_workers, scale, factor):
-    """With twice the workers, and so twice the global batch, it is 2 or √2 times that, whenever their number is set."""
+    """Doubling the workers, and so the global batch, scales the rate by 2 or √2, whenever their number is set."""
     rate = lambda arg: file.get_config(arg).schedule.learning_rate
     tuned = rate(f"workers={tuned_workers}")
     assert rate(f"workers={2 * tuned_workers}") == tuned
@@ -85,6 +85,6 @@ def test_a_sweep_that_is_no_text_is_refused(module, problem):
 
 
 def test_a_command_lines_config_has_its_fields_set():
-    """As the flag's parser reads them: a text "false" is no true value."""
+    """Values as the flag parser reads them: the text "false" is not true."""
     found = train_flags.read(["--config=configs/quadratics.py:workers=4", "--config.elastic.spares=false", "--workdir=w"]).config
     assert (found.elastic.spares, found.workers) == (False, 4)

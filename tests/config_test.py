@@ -1,4 +1,4 @@
-"""decjax.config: a config and its file are the same run, sections hold exactly what their parts take, and nothing needs a device."""
+"""decjax.config: a config and its file describe the same run, sections hold exactly their parts' options, and no device is needed."""
 
 import copy
 import json
@@ -62,7 +62,7 @@ def test_a_config_and_its_file_are_the_same_run(shorthand):
 
 
 def test_no_device_is_needed():
-    """No platform is there. Only a mixer without `gamma` computes, what its codec loses."""
+    """There is no platform. Only a mixer without `gamma` computes anything: its codec's loss."""
     program = "from tests import config_test\nfor text in config_test.SHORTHANDS: config_test.spec_of(text)"
     environment = os.environ | {"JAX_PLATFORMS": "none", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=ROOT)
@@ -86,7 +86,7 @@ def document(shorthand="workers=8"):
 
 
 def changed(shorthand, path, value):
-    """A document with one value put in, or taken out if it is `...`."""
+    """A document with one value set, or removed if it is `...`."""
     found = document(shorthand)
     *sections, field = path.split(".")
     section = found
@@ -102,7 +102,7 @@ def changed(shorthand, path, value):
 @pytest.mark.parametrize(
     "shorthand, path, value, complaint",
     [
-        # What belongs to a part that was not chosen.
+        # options of parts that were not chosen
         ("workers=8", "optimizer.window", 3, "optimizer 'adamw' has no option 'window'; use "),
         ("workers=8", "mixer.gamma", 0.5, "mixer 'exact' has no option 'gamma'; use "),
         ("workers=8", "method.stale", True, "method 'decentralized' has no option 'stale'"),
@@ -120,7 +120,7 @@ def changed(shorthand, path, value):
         ("stages=2", "boundary.error", "flush", "boundary.error='flush' changes nothing with boundary.backward=''"),
         ("stages=2,backward=int8", "boundary.slots", 8, "boundary.slots=8 changes nothing with boundary.forward=''"),
         ("stages=2,forward=int8", "boundary.when", "always", "boundary.when='always' changes nothing with boundary.backward=''"),
-        # What nobody knows.
+        # unknown fields
         ("workers=8", "colour", "red", "config.colour changes nothing"),
         ("workers=8", "eval.colour", 1, "eval.colour is unknown; use every, num_windows, batch_size"),
         ("workers=8", "data.colour", 1, "task 'lm' has no option 'colour'"),
@@ -129,11 +129,11 @@ def changed(shorthand, path, value):
         ("workers=8", "mixer.name", "sum", "mixer 'sum' is unknown; use one of"),
         ("workers=8", "model", {"name": "mlp"}, "'mlp' is not a model of task 'lm'; use one of decoder, lstm, or give"),
         ("workers=8", "engine", "warp", "engine='warp' is unknown; use one of auto, fused, split"),
-        # What is not there.
+        # missing fields
         ("workers=8", "steps", ..., "config lacks steps; add it, as configs/lm.py does"),
         ("workers=8", "mixer", ..., "config lacks mixer"),
         ("workers=8", "method.name", ..., "config.method.name=None must be a name; python -m launch.parts method lists them"),
-        # What is something else.
+        # values of another type
         ("workers=8", "steps", "many", "steps='many' must be a whole number"),
         ("workers=8", "steps", 1.5, "steps=1.5 must be a whole number"),
         ("workers=8", "seed", None, "seed=None must be a value"),
@@ -167,7 +167,7 @@ def test_what_is_no_config_is_refused_in_one_line(given):
 
 
 def test_an_option_that_a_file_lacks_has_its_default():
-    """A part may get an option later: older files stay what they were."""
+    """When a part gains an option, older files keep their meaning."""
     for option in ("mixer.rounds", "eval.local"):
         assert parts.resolve(changed("workers=8", option, ...)) == spec_of("workers=8")
 

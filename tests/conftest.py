@@ -1,13 +1,13 @@
-"""Eight CPU devices for all tests, before any backend starts, and one compilation cache for the whole suite.
+"""Eight CPU devices for all tests, set before any backend starts, and one compilation cache for the whole suite.
 
-Nearly all of the suite's time is compilation, much of it of equal programs: a run and its continuation, or the same command
-in two processes. The cache is empty at the start and gone at the end; processes started by tests inherit it. Of the two code
-generators of jax 0.10, the older one takes half the time. `make test-all` also compiles as users do:
+Nearly all of the suite's time is compilation, much of it of equal programs: a run and its continuation, or the same command in two
+processes. The cache is empty at the start and removed at the end; processes started by tests inherit it. jax 0.10 has two CPU code
+generators, of which the older one takes half the time. `make test-all` also compiles the way users do:
 
-    DECJAX_TEST_COMPILE=users    the compiler's own options
-    DECJAX_TEST_CACHE=FOLDER     a cache that stays
+    DECJAX_TEST_COMPILE=users    the compiler's default options
+    DECJAX_TEST_CACHE=FOLDER     a persistent cache
 
-Tests that take long are listed in tests/slow.txt and marked `slow`; those that also run as users compile, in tests/as_users.txt.
+Slow tests are listed in tests/slow.txt and marked `slow`; those that also run as users compile, in tests/as_users.txt.
 """
 
 import collections
@@ -24,24 +24,24 @@ import signal
 import sys
 import tempfile
 
-_OWNER = "PYTEST_XDIST_WORKER" not in os.environ  # The process that starts the others.
+_OWNER = "PYTEST_XDIST_WORKER" not in os.environ  # the process that starts the others
 AS_USERS = os.environ.get("DECJAX_TEST_COMPILE") == "users"
-MARK = f"DECJAX_TESTS={os.getpid()}"  # in the environment of all that this process starts
+MARK = f"DECJAX_TESTS={os.getpid()}"  # in the environment of every process started from here
 os.environ.update([MARK.split("=")])
-MOST_MB = 1500  # of memory, in each process that runs tests
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Under nohup it is ignored, which processes that tests start would inherit.
-# Hundreds of processes read what is compiled here. They write no bytecode: a file that a test writes twice within a second would seem
+MOST_MB = 1500  # memory limit of each test process
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and processes started by tests would inherit that
+# Hundreds of processes read the bytecode compiled here. They write none: a file that a test writes twice within a second would seem
 # unchanged.
 os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
-os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)  # In these processes it is `quick_compilation` that says so.
+os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)  # in these processes, `quick_compilation` sets it
 if _OWNER:
     for package in ("decjax", "launch", "configs", "experiments"):
         compileall.compile_dir(pathlib.Path(__file__).parent.parent / package, quiet=2)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("DECJAX_TEST_CACHE") or tempfile.mkdtemp(prefix="decjax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["MALLOC_ARENA_MAX"] = "2"  # Of workers: each arena keeps memory of its own.
-    # Later versions have one generator, and do not know the flag.
+    os.environ["MALLOC_ARENA_MAX"] = "2"  # for workers: each arena keeps its own memory
+    # Later versions have one generator and reject the flag.
     if importlib.metadata.version("jaxlib").startswith("0.10.") and not AS_USERS:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
 
@@ -49,13 +49,13 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
-if not AS_USERS:  # Processes that tests start compile at their quickest, too.
+if not AS_USERS:  # processes started by tests also compile without optimizations
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-    """Code generation at its quickest: these programs run for milliseconds."""
+    """Turn compiler optimizations off: these programs run for milliseconds."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", not AS_USERS)
     yield
@@ -64,7 +64,7 @@ def quick_compilation():
 
 @pytest.fixture
 def users_generator(monkeypatch):
-    """Steps of training as users have them compiled, where bits count: the older generator rounds sums and products elsewhere."""
+    """Compile training steps as users do where bits matter: the older generator rounds sums and products elsewhere."""
     if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
         compiled = jax.stages.Lowered.compile
         monkeypatch.setattr(
@@ -76,7 +76,7 @@ def users_generator(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten_programs():
-    """A file's programs go with it: together they would take gigabytes. The next file's are kept in the cache again."""
+    """Release a file's programs, which together would take gigabytes. The next file's programs are cached again."""
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     yield
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
@@ -85,20 +85,20 @@ def forgotten_programs():
     jax.clear_caches()
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)  # Else the C library keeps what programs took.
+        trim(0)  # otherwise the C library keeps the memory of released programs
 
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left_running():
-    """Processes that a failed test left behind would slow down all others."""
+    """Kill processes that a failed test left behind; they would slow down all others."""
     yield
     end_what_is_left()
 
 
 def end_what_is_left():
-    """Kills the processes that tests of this process have started, those whose parents have ended among them."""
+    """Kill the processes started by this process's tests, including orphans."""
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # It has ended meanwhile.
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             is_server = parent == os.getpid() and b"multiprocessing" in (entry / "cmdline").read_bytes()  # of tests/commands.py
             if MARK.encode() in (entry / "environ").read_bytes().split(b"\0") and not is_server:
@@ -107,11 +107,11 @@ def end_what_is_left():
 
 @pytest.fixture(scope="module")
 def forgotten_parts():
-    """What a file enters in the registry goes with it: other tests do not see it."""
+    """Remove the parts that a file registers, so that other tests do not see them."""
     from decjax import registry
 
     for kind in registry.KINDS:
-        registry.names(kind)  # Those of decjax come first.
+        registry.names(kind)  # register decjax's own parts first
     before = {kind: dict(known) for kind, known in registry._parts.items()}
     yield
     for kind, known in registry._parts.items():
@@ -120,19 +120,20 @@ def forgotten_parts():
 
 
 LISTS = pathlib.Path(__file__).parent
-MARKED = {  # Files, tests, or single cases, by the mark that they get.
+MARKED = {  # files, tests, or single cases, by mark
     mark: [line for line in (LISTS / f"{mark}.txt").read_text().splitlines() if not line.startswith("#")]
     for mark in ("slow", "as_users")
 }
 
 
-# Files whose tests take long and share nothing: each worker takes one test at a time.
+# Files with slow tests that share nothing: each test may go to a different worker.
 APART = {"audit_test.py", "warm_cache_test.py", "gpt_optimus_test.py"}
 
 
 def pytest_collection_modifyitems(items):
-    """Marks what the lists hold. Files with many slow tests come first, and quick ones last: so no worker waits long for another at
-    the end."""
+    """Apply the marks of the lists, and sort: files with many slow tests first, quick ones last, so that no worker waits long at
+    the end.
+    """
     slow = collections.Counter()
     for item in items:
         path, _, case = item.nodeid.partition("::")

@@ -1,4 +1,4 @@
-"""Gossip that is repeated until workers are close, against a dense NumPy reference in float64."""
+"""Gossip repeated until the workers are close, against a dense NumPy reference in float64."""
 
 import json
 
@@ -23,7 +23,7 @@ def make(channel, name="ring", **options) -> gossip.Mixer:
 
 
 def dense(target, rounds, steps=0):
-    """(path, rounds of each step), with the paper's loop around the ring's round."""
+    """Return (path, rounds of each step), with the paper's loop around the ring's round."""
     x, largest, path, taken = np.tile(X0, (N, 1)), 0.0, [], []
     for t in range(STEPS):
         x, count, first, distance = x - LR * gradients(x), 0, True, 0.0

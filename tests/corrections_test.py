@@ -1,4 +1,4 @@
-"""Methods for different data against dense NumPy references written as the papers state them, in float64."""
+"""Methods for heterogeneous data against dense NumPy references written as in the papers, in float64."""
 
 import functools
 import itertools
@@ -87,7 +87,7 @@ def d2(W, rate=RATE):
 
 
 def tracking(W, rate=RATE, order="atc", adam=False):
-    """One exchange a step, of parameters and of trackers that are a step behind."""
+    """One exchange per step, of parameters and of trackers that lag by one step."""
     x, y, old = np.tile(X0, (N, 1)), np.zeros((N, P)), np.zeros((N, P))
     m = v = 0.0
     for t in itertools.count():
@@ -103,7 +103,7 @@ def tracking(W, rate=RATE, order="atc", adam=False):
 
 
 def mc_dsgt(W, rate=RATE, rounds=1):
-    """h ← W…W (h + g − g₋), at first g;  x ← W…W (x − ηh), with the R matrices of the step."""
+    """h ← W…W (h + g − g₋), with h = g at first;  x ← W…W (x − ηh), with the R matrices of the step."""
     x, h, old = np.tile(X0, (N, 1)), np.zeros((N, P)), np.zeros((N, P))
     several = lambda t, x: functools.reduce(lambda x, r: W(t * rounds + r) @ x, range(rounds), x)
     for t in itertools.count():
@@ -114,7 +114,7 @@ def mc_dsgt(W, rate=RATE, rounds=1):
 
 
 def gt_nsgdm(W, rate=RATE, beta=0.9):
-    """As MC-DSGT with one round, of momenta and with steps of one length."""
+    """Like MC-DSGT with one round, with momenta and steps of equal length."""
     x, y, v = np.tile(X0, (N, 1)), np.zeros((N, P)), np.zeros((N, P))
     for t in itertools.count():
         v, old = beta * v + (1 - beta) * gradients(x), v
@@ -140,7 +140,7 @@ def relay(W, rate=RATE):
 
 
 class Direction:
-    """SGD's, momentum's or Adam's direction, after as many calls."""
+    """Return the direction of SGD, momentum or Adam after as many calls."""
 
     def __init__(self, momentum=0.0, adam=False):
         self.momentum, self.adam, self.t, self.m, self.v = momentum, adam, 0, 0.0, 0.0
@@ -163,7 +163,7 @@ def sgp(W, rate=RATE, **optimizer):
 
 
 def osgp(W, rate=RATE, **optimizer):
-    """A worker keeps its own share at once; what it sends arrives in the next step."""
+    """A worker keeps its own share immediately; what it sends arrives in the next step."""
     x, y, d = np.tile(X0, (N, 1)), np.ones((N, 1)), Direction(**optimizer)
     flying, flying_y = np.zeros((N, P)), np.zeros((N, 1))
     for t in itertools.count():
@@ -206,7 +206,7 @@ GRAPH = {name: "random_digraph" if "SGP" in name else "ring" for name in REFEREN
 
 
 def made(name, graph="ring", rate: Any = RATE, inner="sgdm(momentum=0.0)", mixer="exact", **options):
-    """`channel -> Method`, of a registered method, with a constant learning rate unless `rate` is a function."""
+    """`channel -> Method` of a registered method, with a constant learning rate unless `rate` is a function."""
 
     def make(channel):
         schedule = rate if callable(rate) else optax.constant_schedule(rate)
@@ -226,7 +226,7 @@ def path(name, graph="", mode="simulated", steps=STEPS, rate=RATE):
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_the_path_is_that_of_the_paper(name):
-    """Of simulated workers, and on devices."""
+    """On simulated workers and on devices."""
     reference = REFERENCES[name][0]
     simulated, mapped = (path(name, mode=mode) for mode in MODES)
     assert_follows(simulated, reference(topology_lib.make(GRAPH[name], N).matrix))
@@ -256,12 +256,12 @@ def test_relay_on_other_trees_is_that_of_the_paper_and_exact(graph):
 
 @pytest.mark.parametrize("graph", ["double_binary_tree", "torus", "one_peer_ring"])
 def test_relay_finds_trees_in_any_graph(graph):
-    """Two trees, each for half of the parameters; a tree of shortest ways; one in the edges of all rounds."""
+    """Two trees with half of the parameters each; a shortest-path tree; a tree in the edges of all rounds."""
     found = Path(made("decentralized", graph, order="atc", mixer="relay"), 1000, "devices")
     assert error(found.x[-1]) < 1e-20
     sent_N, declared_N = found.sent_and_declared()
     np.testing.assert_allclose(sent_N, declared_N, rtol=1e-12)
-    messages = 2 * 7 * 8 * (2 * 3 if graph == "double_binary_tree" else P)  # Two trees of halves, padded to 3 values.
+    messages = 2 * 7 * 8 * (2 * 3 if graph == "double_binary_tree" else P)  # two trees of halves, padded to 3 values
     assert sent_N.sum() == messages
 
 
@@ -269,12 +269,12 @@ def test_relay_finds_trees_in_any_graph(graph):
 
 
 def floor(name, rate, graph="", steps=2000):
-    """The mean squared distance from the optimum that remains."""
+    """Return the final mean squared distance from the optimum."""
     return error(path(name, graph, steps=steps, rate=rate).x[-1])
 
 
 def test_momentum_amplifies_the_bias_of_different_data_and_corrections_restore_it():
-    """On the ring: the floor of DSGD is of order η²; DmSGD has that of η/(1−β); DecentLaM and QG-DSGDm that of η."""
+    """On the ring: the bias of DSGD is of order η²; that of DmSGD, η/(1−β); that of DecentLaM and QG-DSGDm, η."""
     large, small = floor("DSGD", 0.1), floor("DSGD", 0.01)
     assert large > 1 and 30 * small < large
     assert floor("DmSGD", 0.01) == pytest.approx(large, rel=1e-6)
@@ -291,7 +291,7 @@ def test_corrections_without_bias_are_exact(name):
 @pytest.mark.parametrize("graph", ["one_peer_exponential", "one_peer_ring"])
 @pytest.mark.parametrize("name", ["GT", "GT, awc", "MC-DSGT, R = 1"])
 def test_tracking_is_exact_on_time_varying_graphs(name, graph):
-    """Also where no round, and no two with one between them, join all workers."""
+    """Also where neither a single round nor two rounds one apart connect all workers."""
     assert floor(name, 0.05, graph, steps=3000) < 1e-20
 
 
@@ -334,7 +334,7 @@ def test_on_the_complete_graph_they_are_all_reduce(name):
 
 
 def test_on_the_complete_graph_momenta_are_those_of_all_reduce():
-    """QG-DSGDm with μ = 0 is heavy ball there, and DecentLaM is from the second step on."""
+    """There, QG-DSGDm with μ = 0 is heavy ball, and so is DecentLaM from the second step on."""
     quasi_global = Path(made("qg_dsgdm", "complete", quasi_momentum=0.0), STEPS).x
     x, before = X0, X0
     for x_NxP in quasi_global[1:]:
@@ -345,7 +345,7 @@ def test_on_the_complete_graph_momenta_are_those_of_all_reduce():
 
 @pytest.mark.parametrize("name", ["qg_dsgdm", "decentlam"])
 def test_a_rate_of_zero_changes_nothing_and_is_survived(name):
-    """As the first step of a warm-up."""
+    """As in the first step of a warm-up."""
     found = Path(made(name, rate=lambda t: RATE * (t > 0)), STEPS)
     np.testing.assert_allclose(found.x[1], found.x[0], rtol=0, atol=1e-15)
     np.testing.assert_allclose(found.x[2:], path(name_of(name)).x[1:-1], rtol=0, atol=1e-12)
@@ -422,19 +422,19 @@ def test_what_does_not_fit_is_refused(name, graph, options, complaint):
 
 @pytest.mark.parametrize("name", ["exact_diffusion", "d2"])
 def test_mixing_that_is_linear_may_have_several_rounds(name):
-    """Two rounds have positive eigenvalues on any symmetric graph; accelerated ones are a polynomial of W."""
+    """On any symmetric graph two rounds have positive eigenvalues; accelerated rounds are a polynomial of W."""
     for mixer in ("exact(rounds=2)", "accelerated(rounds=4)"):
         assert error(Path(made(name, "ring", mixer=mixer), 1000).x[-1]) < 1e-20
 
 
 @pytest.mark.parametrize("name", ["qg_dsgdm", "qg_dadam", "decentlam", "gt_nsgdm", "mc_dsgt"])
 def test_messages_may_be_compressed(name):
-    """By CHOCO; the path stays near that of exact gossip."""
+    """With CHOCO, the path stays near that of exact gossip."""
     coded, plain = (Path(made(name, mixer=mixer, rate=0.01), 60).x for mixer in ("choco(codec=int8)", "exact"))
     assert 0 < np.abs(coded - plain).max() < 0.05
 
 
 def test_directed_graphs_by_push_sum():
-    """QG-DSGDm follows the parameters z, at which gradients are taken."""
+    """QG-DSGDm follows the parameters z, where gradients are evaluated."""
     found = Path(made("qg_dsgdm", "random_digraph", mixer="push_sum", rate=0.01), 1500).x[-1]
     assert error(found) < 0.2

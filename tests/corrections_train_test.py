@@ -1,4 +1,4 @@
-"""Methods for different data in the loop: resume, another number of workers, and a learning rate that starts at zero."""
+"""Methods for heterogeneous data in the loop: resuming, another number of workers, and a learning rate that starts at zero."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def saved_state(workdir):
 
 @pytest.mark.parametrize("method", ["qg_dsgdm", "mc_dsgt,topology=one_peer_ring"])
 def test_resume_is_bit_exact(method, tmp_path):
-    """With moments, with memories of a mixer, and in a run whose phases differ from the mixer's."""
+    """With moments, mixer memories, and phases that differ from the mixer's."""
     config = configured(method)
     run_of(config, tmp_path / "whole").train()
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
@@ -45,7 +45,7 @@ def test_resume_is_bit_exact(method, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_another_number_of_workers_makes_meaningless_starts_afresh(method):
-    """Trackers and corrections, which have to add up over all workers; momenta stay."""
+    """Trackers and corrections, which must sum to a fixed value over all workers, are reset; momenta are kept."""
     four, two = (trainer_of(configured(method, workers)).abstract for workers in (4, 2))
     filled = [jax.tree.map(lambda x: np.full(x.shape, value, x.dtype), each) for value, each in ((7, four), (0, two))]
     resized = state_lib.resize(state_lib.kept(filled[0], True), filled[1], 2)
@@ -67,6 +67,6 @@ def test_a_warm_up_from_zero_trains(method):
 
 @pytest.mark.parametrize("method", ["qg_dsgdm", "decentlam", "gt_nsgdm"])
 def test_decay_that_is_added_to_the_gradient_is_as_small_as_sgds(method):
-    """AdamW's, which is decoupled, would be larger than the gradient: normalized steps would lead to zero."""
+    """AdamW's decoupled decay would exceed the gradient: normalized steps would lead to zero."""
     as_sgd = lm.get_config("optimizer=sgdm").optimizer.weight_decay
     assert lm.get_config(f"method={method}").method.weight_decay == as_sgd <= 1e-3

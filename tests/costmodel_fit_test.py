@@ -1,4 +1,4 @@
-"""costmodel.fit: links, codecs and jitter from measured times; a box at a rate between two."""
+"""costmodel.fit: links, codecs and jitter from measured times; an emulated cluster at a rate between two measured ones."""
 
 import dataclasses
 
@@ -47,8 +47,8 @@ def test_jitter_is_kept_as_whole_steps_of_the_same_mean_and_slowest_worker(worke
     assert len(jitter.trace_s) == workers * steps and np.mean(jitter.trace_s) == pytest.approx(times_NxR.mean())
     drawn = jitter.sample(np.random.default_rng(1), 0.1, (4000, workers))
     assert drawn.max(axis=1).mean() == pytest.approx(times_NxR.max(axis=0).mean(), rel=0.02)
-    assert fit.fit_jitter(times_NxR[:1]) == Jitter()  # A single worker waits for nobody,
-    assert fit.fit_jitter(np.array([[0.1, 0.3], [0.1001, 0.2999]])) == Jitter()  # nor do those that are slow together.
+    assert fit.fit_jitter(times_NxR[:1]) == Jitter()  # A single worker waits for no one,
+    assert fit.fit_jitter(np.array([[0.1, 0.3], [0.1001, 0.2999]])) == Jitter()  # nor do workers that are slow together.
 
 
 def test_workers_of_a_trace_keep_together_in_any_order():
@@ -56,7 +56,7 @@ def test_workers_of_a_trace_keep_together_in_any_order():
     drawn = jitter.sample(np.random.default_rng(0), 1.0, (500, 2, 7))
     steps = {tuple(sorted(group)) for group in drawn[..., :6].reshape(-1, 3).tolist()}
     assert steps == {(1.0, 2.0, 3.0), (10.0, 20.0, 30.0)} and set(drawn[..., 6].flat) == set(jitter.trace_s)
-    assert len({tuple(group) for group in drawn[..., :3].reshape(-1, 3).tolist()}) == 12  # All orders of both.
+    assert len({tuple(group) for group in drawn[..., :3].reshape(-1, 3).tolist()}) == 12  # all orders of both
 
 
 def test_throughputs_are_told_apart_by_the_codecs_names(tmp_path):
@@ -72,7 +72,7 @@ def test_throughputs_are_told_apart_by_the_codecs_names(tmp_path):
     methods, _ = plan.candidates(cluster, ("ring",), codec="int8", ratio=0.25)
     coded = {m.name: predict(cluster, LOAD, m).compute_s for m in methods}
     assert coded["ring awc"] - coded["no communication"] == pytest.approx(LOAD.total_bytes / (1e7 / 0.021))
-    assert coded["all-reduce"] == pytest.approx(coded["no communication"]) and methods[1].ratio == 1  # A sum is not coded.
+    assert coded["all-reduce"] == pytest.approx(coded["no communication"]) and methods[1].ratio == 1  # a sum is not coded
     with pytest.raises(
         ValueError, match="cluster 'box' has speeds of some codecs only: codec='zip' is unknown; use one of int8, bfloat16"
     ):
@@ -80,7 +80,7 @@ def test_throughputs_are_told_apart_by_the_codecs_names(tmp_path):
 
 
 def on_shared_cores(work_NxK, cores, together):
-    """Seconds of every step of N workers that share cores equally: all wait for the slowest in every step, or nobody waits."""
+    """Seconds per step of N workers that share cores equally: either all wait for the slowest in every step, or none wait."""
     N, K = work_NxK.shape
     left, step, begun, now = work_NxK[:, 0].astype(float), np.zeros(N, int), np.zeros(N), 0.0
     times, busy = np.zeros((N, K)), np.ones(N, bool)
@@ -97,7 +97,7 @@ def on_shared_cores(work_NxK, cores, together):
     return times
 
 
-@pytest.mark.parametrize("cores, share", [(4, 1.0), (2, 0.45), (1, 0.0)])  # On two, a worker that is the last leaves one idle.
+@pytest.mark.parametrize("cores, share", [(4, 1.0), (2, 0.45), (1, 0.0)])  # on two cores, the last worker leaves one idle
 def test_leads_are_kept_on_cores_of_ones_own_and_lost_on_shared_ones(cores, share):
     work_NxK = 1 + np.random.default_rng(0).exponential(0.5, (4, 400))
     begun_together = on_shared_cores(work_NxK, cores, together=True)
@@ -105,14 +105,14 @@ def test_leads_are_kept_on_cores_of_ones_own_and_lost_on_shared_ones(cores, shar
     found = fit.own_share(begun_together, fit.pace(in_a_row))
     assert found == pytest.approx(share, abs=0.1)
     times_NxR = fit.shared(begun_together, found)
-    # What the model needs: the slowest worker's time for those who wait, and the pace of those who do not.
+    # What the model needs: the slowest worker's time where workers wait, and the mean pace where they do not.
     assert times_NxR.max(axis=0) == pytest.approx(begun_together.max(axis=0))
     assert times_NxR.mean() == pytest.approx(fit.pace(in_a_row), rel=0.03)
 
 
 def test_the_pace_counts_steps_until_the_first_worker_is_done():
     assert fit.pace(np.array([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])) == pytest.approx(3 / ((3 + 1.5) / 2))
-    assert fit.own_share(np.ones((4, 3)), 0.9) == 1.0  # In a single process nobody leads.
+    assert fit.own_share(np.ones((4, 3)), 0.9) == 1.0  # within one process no worker starts earlier
 
 
 def test_least_squares_finds_the_minimum():
@@ -140,8 +140,9 @@ def test_bad_measurements_are_one_line(call, problem):
 
 
 def test_the_box_at_another_rate():
-    """Measured with a prototype on four shaped hosts, in ms at 200 and 100 Mbit/s: the model,
-    told only the computing (663 ms), the bytes (5.9 million float32) and that links give 1/1.09 of their rate, has to follow."""
+    """Measured with a prototype on four shaped hosts, in ms at 200 and 100 Mbit/s. The model must follow from the compute time
+    (663 ms), the bytes (5.9 million float32 values), and links that deliver 1/1.09 of their rate.
+    """
     measured = {"all-reduce": (2166, 3738), "stale": (1622, 3240), "exp, half duplex": (1609, 3085), "exp": (1101, 2113)}
     workload = Workload(0.221, (0.442,), (5.9e6 * 4,))
     exp = gossip(tp.make("one_peer_exponential", 4))

@@ -1,5 +1,4 @@
-"""The cost model in three dimensions: against closed forms, a naive simulation by events, hand-made examples, and plain data
-parallelism."""
+"""The cost model in three dimensions: against closed forms, a naive event simulation, worked examples, and plain data parallelism."""
 
 import dataclasses
 import heapq
@@ -26,7 +25,7 @@ def line(n, per_node=1, inter=FREE, intra=FREE, **options):
 
 
 def even(layout, forward_s=1.0, backward_s=2.0, boundary_bytes=0.0, tensor_bytes=0.0, gradient_bytes=0.0, **others):
-    """Work of equal virtual stages, each with two all-reduces a pass."""
+    """Work of equal virtual stages, with two all-reduces per pass each."""
     U = layout.num_virtual
     return Work(
         (forward_s,) * U,
@@ -53,7 +52,7 @@ def test_uniform_stages_take_the_closed_form(name, S, M, blocking):
     f, b = 1.0, 1.7
     run = ends(schedules.make(name, S, M), [f] * S, [b] * S, blocking=blocking)
     assert run[0] == pytest.approx((M + S - 1) * (f + b))
-    assert np.diff(run) == pytest.approx(-b * np.ones(S - 1))  # A stage is done one backward pass after the next one.
+    assert np.diff(run) == pytest.approx(-b * np.ones(S - 1))  # A stage finishes one backward pass after the next stage.
 
 
 @pytest.mark.parametrize("S, M, V", [(2, 2, 2), (2, 8, 4), (4, 8, 2), (4, 16, 3), (8, 8, 2)])
@@ -64,7 +63,7 @@ def test_chunks_divide_the_bubble(S, M, V):
 
 
 def naive_simulation(schedule, forward_s, backward_s, hop):
-    """Stages and their ways out as things that happen one after the other, from a queue of events."""
+    """Simulate stages and their outgoing links as events taken from a queue."""
     S = schedule.num_stages
     upcoming, busy, here = [list(order) for order in schedule.orders], [False] * S, [{} for _ in range(S)]
     waiting, sending, end = [[] for _ in range(S)], [False] * S, [0.0] * S
@@ -133,12 +132,12 @@ def test_recursion_is_what_events_make_of_it(seed):
     run = ends(schedule, forward_s, backward_s, hop)
     assert run == pytest.approx(naive_simulation(schedule, forward_s, backward_s, hop), rel=1e-12)
     assert (run > ends(schedule, forward_s, backward_s)).all()
-    # What nobody waits for between passes is never later than what somebody does.
+    # Messages that nothing waits for between passes are never later than those that a stage waits for.
     assert (ends(schedule, forward_s, backward_s, hop, blocking=True) >= run - 1e-9).all()
 
 
 def test_two_stages_by_hand():
-    """F 1 s, B 2 s, a message 0.5 s on its way out and 0.25 s more until it is there, two microbatches in 1F1B."""
+    """F 1 s, B 2 s; a message occupies the link for 0.5 s and arrives 0.25 s later; two microbatches in 1F1B."""
     schedule = schedules.make("1f1b", 2, 2)
     run = ends(schedule, [1, 1], [2, 2], lambda send: Hop(0.5, 0.25, 0.0, 0.0))
     # Stage 1: F0 at 1.75, B0 until 4.75, F1 (arrived at 2.75) until 5.75, B1 until 7.75.
@@ -151,14 +150,14 @@ def test_two_stages_by_hand():
 
 
 def test_messages_between_passes_by_hand():
-    """As above with four microbatches: messages keep both stages, and forms travel one after the other."""
+    """As above with four microbatches: messages delay both stages, and message forms travel one after the other."""
     schedule = schedules.make("1f1b", 2, 4)
-    # Stage 0: F0 until 1, out at 1.5, F1 until 2.5, out at 3, has B0's gradient at 6, B0 8, F2 9; stage 1: F0 1.75 … 2.75, has F1's
-    # input at 3.25, B0 5.25, out at 5.75, F1 6.75, B1 8.75. Then F2's output and B1's gradient travel at once: stage 1 has what
-    # it gets at 9.75, stage 0 at 9.5. And so on.
+    # Stage 0: F0 until 1, sent at 1.5, F1 until 2.5, sent at 3, receives B0's gradient at 6, B0 8, F2 9. Stage 1: F0 1.75 … 2.75,
+    # receives F1's input at 3.25, B0 5.25, sent at 5.75, F1 6.75, B1 8.75. Then F2's output and B1's gradient travel at the same
+    # time: stage 1 receives at 9.75, stage 0 at 9.5. And so on.
     alike = ends(schedule, [1] * 2, [2] * 2, lambda send: Hop(0.5, 0.25, 0, 0), blocking=True)
     assert alike == pytest.approx([19, 16.75])
-    # In a form of its own the gradient leaves when stage 1 has F2's input, at 9.75, and is there at 10.5; B2's at 15, B3's at 18.5.
+    # In its own form, the gradient leaves when stage 1 has F2's input, at 9.75, and arrives at 10.5; B2's at 15, B3's at 18.5.
     unlike = ends(schedule, [1] * 2, [2] * 2, lambda send: Hop(0.5, 0.25, 0, 0, send.kind), blocking=True)
     assert unlike == pytest.approx([20.5, 18.25])
 
@@ -200,7 +199,7 @@ def test_every_cost_counts_in_a_pipeline():
     for order in ("awc", "atc"):
         mixing = gossip(tp.make("ring", 2), order=order, ratio=0.5)
         coded = dataclasses.replace(mixing, coding_s=0.4)
-        assert time_s(coded) == pytest.approx(time_s(mixing) + 0.1)  # Each of four stages encodes a quarter.
+        assert time_s(coded) == pytest.approx(time_s(mixing) + 0.1)  # each of four stages encodes a quarter
         assert time_s(dataclasses.replace(mixing, latencies=3.0)) == pytest.approx(time_s(mixing) + 0.02)
         slowed = dataclasses.replace(load, beside_s=0.05)
         assert time_s(mixing, slowed) == pytest.approx(time_s(mixing) + (0.05 if order == "awc" else 0.0))
@@ -221,7 +220,7 @@ def hop_of(cluster, layout, load, send, **traffic):
 
 
 def test_placement_decides_which_link_a_message_takes():
-    """Two nodes of four devices, 2 × 2 × 2: either the stages of a worker share a node, or the workers of a stage."""
+    """Two nodes of four devices, 2 × 2 × 2: a node holds either the stages of a worker, or the workers of a stage."""
     cluster = Cluster("two", 2, 4, Link(1e-6, 1e10), Link(1e-4, 1e9))
     send = schedules.Send("B", 0, 1, 0, 0, 0, True)
     for inner, message_s, latency_s in (("stage", 5e5 / 1e10, 1e-6), ("worker", 4 * 5e5 / 1e9, 1e-4)):
@@ -230,13 +229,13 @@ def test_placement_decides_which_link_a_message_takes():
         hop = hop_of(cluster, layout, load, send)
         gather_s = 1e-6 + 1e6 / 2 / 1e10  # half of the 1e6 bytes from the other device
         assert (hop.out_s, hop.late_s) == pytest.approx((message_s, latency_s + gather_s))
-        # Messages of 1e6 bytes from two devices through a NIC, or along each device's link.
+        # Messages of 1e6 bytes from two devices through one NIC, or over each device's own link.
         mean_s = predict_layout(cluster, load, layout, Traffic(all_reduce(2))).workers_s
         own_s = 2e-4 + 2 * 1e6 / 1e9 if inner == "stage" else 2e-6 + 1e6 / 1e10
-        # The two stages share the NIC, but stage 1 is ready a backward pass, two seconds, before.
+        # The two stages share the NIC, but stage 1 is ready a backward pass, two seconds, earlier.
         assert mean_s == pytest.approx(own_s)
     whole = hop_of(cluster, dataclasses.replace(layout, split_boundary=False), load, send)
-    assert (whole.out_s, whole.late_s) == pytest.approx((4 * 1e6 / 1e9, 1e-4))  # all of it from each device, nothing to gather
+    assert (whole.out_s, whole.late_s) == pytest.approx((4 * 1e6 / 1e9, 1e-4))  # all of it from each device, no gather
 
 
 def test_tensor_reductions_are_paid_in_every_pass():
@@ -254,7 +253,7 @@ def test_exchanges_on_one_nic_take_turns():
 
 
 def test_later_stages_hide_their_exchange():
-    """Stage s is done s backward passes before stage 0; with c dense and c/4 compressed, stages s ≥ (3/4) c/b need not compress."""
+    """Stage s finishes s backward passes before stage 0; with c dense and c/4 compressed, stages s ≥ (3/4) c/b need not compress."""
     layout = DeviceLayout(2, 4, 1, microbatches=8)
     cluster = line(8, inter=Link(0, 1e9))
     for dense_s, k in ((0.1, 1), (1.2, 1), (2.9, 3), (4.1, 4)):
@@ -281,7 +280,9 @@ def test_compressing_gains_nothing_where_messages_are_free():
 
 @pytest.mark.parametrize("N", [2, 4, 8])
 def test_fused_embedding(N):
-    """On a ring of equal links time is bytes: V(3N − 2)/N apart, V(2N − 1)/N fused. Stage 0 is ready last, and waits for both."""
+    """On a ring of equal links time is proportional to bytes: V(3N − 2)/N separate, V(2N − 1)/N fused. Stage 0 is ready last and
+    delays both.
+    """
     layout = DeviceLayout(N, 2, 1, microbatches=4)
     load = even(layout, embedding_bytes=1e9)
     cluster = line(2 * N, inter=Link(0, 1e9))
@@ -304,7 +305,7 @@ def test_pipelines_that_gossip_still_share_their_embedding():
 
 @pytest.mark.parametrize("S, M", [(2, 8), (4, 16), (8, 16)])
 def test_compressed_backpropagation_sends_what_it_should(S, M):
-    # Between passes a gradient in a form of its own leaves after the activations, which may take longer than it saves.
+    # Between passes, a gradient in its own form leaves after the activations, which may cost more time than it saves.
     layout = DeviceLayout(stages=S, microbatches=M, blocking=False)
     load = even(layout, boundary_bytes=1e6)
     cluster = line(S, inter=Link(1e-3, 1e7))
@@ -314,14 +315,14 @@ def test_compressed_backpropagation_sends_what_it_should(S, M):
 
     dense, critical, always = sent(), sent(backward=Boundary(0.1, when="epilogue")), sent(backward=Boundary(0.1))
     both = sent(backward=Boundary(0.1), forward=Boundary(0.1))
-    inner = 2 if S > 2 else 1  # A stage in the middle sends both ways.
+    inner = 2 if S > 2 else 1  # a middle stage sends in both directions
     assert (dense.boundary_bytes, always.boundary_bytes, both.boundary_bytes) == pytest.approx(
         (inner * M * 1e6, 1.1 * M * 1e6 if S > 2 else M * 1e6, inner * 0.1 * M * 1e6)
     )
     labels = [send for sends in layout.passes.sends for send in sends if send.in_epilogue]
     assert len(labels) == S * (S - 1) // 2
     assert dense.time_s > critical.time_s > always.time_s > both.time_s
-    # The critical path holds S − 1 gradients at the end; each of them gets 0.9 of its 0.1 s back.
+    # The critical path has S − 1 gradients at its end; each saves 0.9 of its 0.1 s.
     assert dense.time_s - critical.time_s >= (S - 1) * 0.9 * 0.1 * (1 - 1e-9)
 
 
@@ -450,7 +451,7 @@ def test_memory_follows_the_schedule():
     assert activations("gpipe", 64) == pytest.approx(8 * activations("gpipe", 8), rel=0.01)
     assert activations("gpipe", 64) > 15 * activations("1f1b", 64)
     assert activations("1f1b", 8) > activations("1f1b", 8, "products") > activations("1f1b", 8, "layers")
-    # 64 inputs of a stage instead of 64 × 2 layers' products; what one backward pass needs comes on top.
+    # 64 inputs of a stage instead of 64 × 2 layers' products; the working set of one backward pass is added.
     assert activations("gpipe", 64, "stages") - activations("gpipe", 8, "stages") == 56 * (4 * 128 * 32 * 4)
 
 
@@ -466,7 +467,7 @@ def test_a_layer_keeps_what_differentiation_keeps():
         def backward(params, tokens_BxT1):
             return jax.vjp(lambda params: model.nll(params, tokens_BxT1, jax.random.key(0)).mean(), params)[1]
 
-        kept = jax.eval_shape(backward, params, jax.ShapeDtypeStruct((4, 65), "int32"))  # The weights are among it.
+        kept = jax.eval_shape(backward, params, jax.ShapeDtypeStruct((4, 65), "int32"))  # weights included
         return sum(leaf.size for leaf in jax.tree.leaves(kept)) - sum(leaf.size for leaf in jax.tree.leaves(params))
 
     model = Transformer(1, 32, 2, 16, 64, 4, hidden=128)
@@ -479,9 +480,9 @@ def test_memory_by_hand():
     held = footprint.memory(model, layout, Traffic(all_reduce(2)))
     parameters = 2 * (4 * 64 + 2 * 8 * 32 + 16) + 8 + 2 * 16 * 8
     assert held[:4] == (0, 4 * parameters, 4 * parameters, 8 * parameters) and model.parameters == parameters
-    values = 2 * 4 * (18 * 8 + 6 * 32 + 2 * 2 * 4)  # of 4 tokens and each of 2 layers
+    values = 2 * 4 * (18 * 8 + 6 * 32 + 2 * 2 * 4)  # 4 tokens and 2 layers each
     assert held.activations == 4 * (values + 4 * 16) and held.errors == 0
     coded = footprint.memory(model, layout, Traffic(all_reduce(2, ratio=0.25)))
     of_layers = parameters - 2 * 16 * 8
     assert coded.errors == of_layers * (4 + 1)
-    assert footprint.memory(model, layout, Traffic(gossip(tp.make("ring", 2)))).errors == 4 * parameters  # what arrives
+    assert footprint.memory(model, layout, Traffic(gossip(tp.make("ring", 2)))).errors == 4 * parameters  # received values

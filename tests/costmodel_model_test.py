@@ -1,4 +1,4 @@
-"""The cost model against formulas, against a plain reference worker by worker, and against what was measured."""
+"""The cost model against formulas, a per-worker reference, and measurements."""
 
 import dataclasses
 import itertools
@@ -57,7 +57,7 @@ METHODS = [
 
 
 def reference_ring(cluster, members):
-    """(node, next node) of each hop of a ring over workers."""
+    """(node, next node) of each hop of a ring over the workers."""
     hops = zip(members, [*members[1:], members[0]])
     return [(a // cluster.workers_per_node, b // cluster.workers_per_node) for a, b in hops]
 
@@ -76,7 +76,7 @@ def reference_cost(cluster, round_, num_bytes, joint_ring):
     else:
         own = groups
     cost = [0.0] * N
-    for rings in (members_of, own):  # Joint rings and those of idle nodes do not share a NIC.
+    for rings in (members_of, own):  # rings of groups and of idle nodes do not share a NIC
         out = {}
         for members in rings:
             for a, b in reference_ring(cluster, members):
@@ -120,7 +120,7 @@ def reference_cost(cluster, round_, num_bytes, joint_ring):
 
 
 def reference_starts(cluster, workload, method, compute_TxN):
-    """The recursion as the module's docstring states it, with the dense matrix telling who needs whom."""
+    """The recursion in the module's docstring, with the dense matrix defining who depends on whom."""
     forward, backward, num_bytes = workload.forward_s, list(workload.backward_s), list(workload.num_bytes)
     if not method.bucketed:
         backward, num_bytes = [sum(backward)], [sum(num_bytes)]
@@ -164,7 +164,7 @@ def reference_starts(cluster, workload, method, compute_TxN):
                 own.append(now)
             ready.append(own)
             u.append(now)
-        local_s = workload.optimizer_s  # Averaged gradients are joined with nothing.
+        local_s = workload.optimizer_s  # averaged gradients are not packed with anything
         if method.message == "gradients":
             if method.overlap:
                 u = [(max(u[i], pending[i][-1]) if pending else u[i]) + local_s for i in range(N)]
@@ -212,10 +212,10 @@ def test_closed_forms_of_constant_compute(cluster):
 
 
 def test_computing_slows_what_overlaps_with_it():
-    """`beside_s` is added to an exchange that overlaps; it does not show where computing takes longer than both."""
+    """`beside_s` is added to an overlapped exchange; it is hidden where computing takes longer than both."""
     link = costmodel.Link(0.0, 1e9)
     cluster = costmodel.Cluster("box", 2, 1, link, link)
-    load = Workload(0.010, (0.020,), (0.2e9,), optimizer_s=0.003, combine_s=0.002, beside_s=0.007)  # A message takes 0.2 s.
+    load = Workload(0.010, (0.020,), (0.2e9,), optimizer_s=0.003, combine_s=0.002, beside_s=0.007)  # a message takes 0.2 s
     pair = topology("one_peer_exponential", 2)
     assert predict(cluster, load, gossip(pair)).mean_s == pytest.approx(0.2 + 0.007 + 0.002)
     assert predict(cluster, load, gossip(pair, order="atc")).mean_s == pytest.approx(0.030 + 0.003 + 0.2 + 0.002)
@@ -228,7 +228,7 @@ def test_closed_forms_are_the_formulas():
     ring_s = 2 * (n - 1) * 1e-4 + 2 * (n - 1) / n * P / (0.8 * 1e9)  # the NIC is the slowest hop
     assert costmodel.closed_form(EIGHT, LOAD, all_reduce(n)) == pytest.approx(0.030 + 0.003 + ring_s)
     assert costmodel.closed_form(EIGHT, LOAD, all_reduce(n, overlap=True)) == pytest.approx(max(0.033, ring_s))
-    # XOR hops 1 and 2 stay in the node; hop 4 takes four messages through each NIC.
+    # XOR hops 1 and 2 stay within the node; hop 4 sends four messages through each NIC.
     hops = np.array([1e-5 + P / 2e9, 1e-5 + P / 2e9, 1e-4 + 4 * P / 1e9])
     pairwise = topology("one_peer_exponential", pairwise=True)
     assert costmodel.closed_form(EIGHT, LOAD, gossip(pairwise)) == pytest.approx(np.maximum(0.033, hops).mean() + 0.002)
@@ -304,7 +304,7 @@ def test_overlap_is_never_slower(jitter):
         predict(EIGHT, workload, all_reduce(8, **options), num_steps=120).mean_s
         for options in ({}, dict(bucketed=True), dict(overlap=True))
     )
-    assert stale <= plain and bucketed <= plain + 3 * 14e-4  # buckets pay the latency each
+    assert stale <= plain and bucketed <= plain + 3 * 14e-4  # each bucket pays the latency
 
 
 def test_local_steps_interpolate():
@@ -318,11 +318,11 @@ def test_messages_of_a_node_share_its_nic():
     n, P = 16, LOAD.total_bytes
     slow = Cluster("slow", 4, 4, Link(0, 1e12), Link(0, 1e8))
     costs = [model.exchange_cost(slow, round_).per_byte_N * 1e8 for round_ in topology("one_peer_exponential", n).rounds]
-    assert [cost.max().round(3) for cost in costs] == [1, 2, 4, 4]  # hop 1, 2, 4, 8: so many workers' messages leave
+    assert [cost.max().round(3) for cost in costs] == [1, 2, 4, 4]  # hop 1, 2, 4, 8: messages of that many workers leave the node
     assert costs[0].min() < 0.01  # within the node
     aer = topology("alternating_exponential_ring", n, local_size=4)
     shards, ring = (model.exchange_cost(slow, aer.rounds[0], joint_ring) for joint_ring in (False, True))
-    assert shards.nic_M.max() == 1 and ring.nic_M.max() == 1.75  # P against 2(2L−1)/2L·P out of a node
+    assert shards.nic_M.max() == 1 and ring.nic_M.max() == 1.75  # P versus 2(2L−1)/2L·P leaving a node
     assert predict(slow, LOAD, gossip(aer)).bytes_per_nic == pytest.approx(
         P * np.mean([model.exchange_cost(slow, round_).nic_M for round_ in aer.rounds], axis=0).max()
     )
@@ -361,8 +361,7 @@ def test_a_persistent_straggler_slows_every_synchronous_scheme():
     assert predict(fast, workload, gossip(topology("ring"))).mean_s == pytest.approx(slow_s + workload.combine_s, rel=1e-3)
 
 
-# ms/iteration as measured with eight processes (design notes on the test bed): 50 ms of computing plus jitter; an exchange
-# takes what it adds without jitter.
+# Measured ms/iteration with eight processes: 50 ms of computing plus jitter; the exchange costs what it adds without jitter.
 MEASURED_MS = {"exponential": (98, 215, 161, 160, 129, 119), "a tenth": (97, 363, 251, 270, 238, 189)}
 
 

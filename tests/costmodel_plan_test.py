@@ -56,10 +56,10 @@ def test_graphs_that_are_the_same_are_listed_once():
 def test_verdicts():
     pays = plan.verdict(SLOW, LOAD, ranked(SLOW))
     assert pays.startswith("Decentralization pays on 'slow'") and "no longer pays above" in pays
-    assert "1.1 to 1.5 times all-reduce's iterations" in pays  # An iteration that is faster is not all.
+    assert "1.1 to 1.5 times all-reduce's iterations" in pays  # a faster iteration is not sufficient
     useless = plan.verdict(FAST, LOAD, ranked(FAST))
     assert useless.startswith("Decentralization does not pay on 'fast'") and "would pay below about" in useless
-    # The threshold is where the gain is what counts as paying.
+    # The threshold is where the gain just counts as worthwhile.
     bits = (
         float(pays.split("above about ")[1].split()[0]) * {"Gbit/s": 1e9, "Mbit/s": 1e6}[pays.split("above about ")[1].split()[1]]
     )
@@ -99,7 +99,7 @@ def test_regions_agree_with_predictions():
         exact_s = predict(SLOW, LOAD, method).mean_s
         assert regions.time_s[m, 0, 1] == pytest.approx(exact_s, rel=0.01)
     assert regions.methods[regions.winner[0, 0]].message == "parameters"  # slow links
-    assert regions.methods[regions.winner[0, 2]].name == "all-reduce"  # links so fast that the simplest will do
+    assert regions.methods[regions.winner[0, 2]].name == "all-reduce"  # links so fast that plain all-reduce suffices
 
 
 def test_the_decision_table_says_what_the_regions_say():
@@ -112,7 +112,7 @@ def test_the_decision_table_says_what_the_regions_say():
     assert len(rows) == len(plan_report.SHARES)
     regions = plan.regions(SLOW, LOAD, methods, [LOAD.total_bytes / (30 * LOAD.compute_s)], [0.0])
     best_s, (sync_s,) = regions.time_s.min(), [regions.time_s[m] for m, x in enumerate(regions.methods) if x.name == "all-reduce"]
-    assert f"{float(sync_s[0, 0] / best_s):.1f} × one peer" in "".join(text.splitlines()[-4:])  # A cell may take two lines.
+    assert f"{float(sync_s[0, 0] / best_s):.1f} × one peer" in "".join(text.splitlines()[-4:])  # a cell may span two lines
 
 
 def test_timeline_is_in_order():
@@ -153,7 +153,7 @@ def test_layouts_are_ranked_and_what_they_send_is_named():
     assert names["4×4×1"] == {"all-reduce", "all-reduce CB", "all-reduce CB FE", "all-reduce CB FE SC "} | gossip_names
     assert names["16×1×1"] == {"all-reduce", "all-reduce PowerSGD", "one_peer_exponential awc"}
     assert names["1×8×2"] == {"all-reduce", "all-reduce CB", "all-reduce CB FE"}
-    for layout in found:  # One part after the other never costs time, where codecs are free.
+    for layout in found:  # Running one part after the other costs no time when codecs are free.
         times_s = [
             r.prediction.time_s
             for name in ("all-reduce", "all-reduce CB", "all-reduce CB FE", "all-reduce CB FE SC ")
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused():
     rows, refused = plan_layouts.rank_layouts(dataclasses.replace(SIXTEEN, memory_bytes=limit), GPT, found)
     assert {name for name in refused if " " not in name} == {name for name, num_bytes in held.items() if num_bytes > limit}
     assert rows and all(r.memory.total <= limit for r in rows)
-    assert any(" with one_peer_exponential awc" in name for name in refused)  # what arrives needs room
+    assert any(" with one_peer_exponential awc" in name for name in refused)  # received values need memory
     assert all(f"and has {limit / 1e9:.3g}; use more stages" in reason and "\n" not in reason for reason in refused.values())
     with pytest.raises(ValueError, match="the cluster's flops=None must be a number"):
         plan_layouts.rank_layouts(SLOW, GPT, found)

@@ -1,4 +1,4 @@
-"""Predictions of the cost model, of single stages and of pipelines, stay equal to recorded ones."""
+"""Predictions of the cost model, for single stages and pipelines, equal the recorded ones."""
 
 import itertools
 import json
@@ -83,7 +83,7 @@ def pipelines():
 
 
 def numbers(prediction):
-    """All numbers of a prediction, in order."""
+    """Return all numbers of a prediction, in order."""
     return [float(x) for value in prediction for x in (value.values() if isinstance(value, dict) else [value])]
 
 

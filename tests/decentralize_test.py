@@ -1,4 +1,4 @@
-"""Decentralized optimizers against dense NumPy references written as the paper states them, over 30 steps in float64."""
+"""Decentralized optimizers against dense NumPy references written as in the paper, over 30 steps in float64."""
 
 import functools
 
@@ -18,7 +18,7 @@ N, DIM, STEPS = 8, 6, 30
 LR = 0.05
 MODES = ("devices", "simulated")
 _rng = np.random.default_rng(0)
-# Heterogeneous quadratics F_i(x) = ½ ‖A_i x − b_i‖², and fresh gradient noise in every step.
+# Heterogeneous quadratics F_i(x) = ½ ‖A_i x − b_i‖², with fresh gradient noise in every step.
 A = _rng.normal(size=(N, DIM, DIM)) / np.sqrt(DIM) + np.eye(DIM)
 B = _rng.normal(size=(N, DIM))
 NOISE = 0.1 * _rng.normal(size=(STEPS, N, DIM))
@@ -37,7 +37,7 @@ def workers(mode):
 
 
 def trajectory(tx, mode="devices", phase=lambda step: 0):
-    """x_{STEPS+1 x N x DIM} of a transformation that runs inside the mapped step."""
+    """Return x_{STEPS+1 x N x DIM} of a transformation that runs inside the mapped step."""
     w = workers(mode)
 
     def step(params, state, data, *, phase):
@@ -66,7 +66,7 @@ def trajectory(tx, mode="devices", phase=lambda step: 0):
 
 
 class DenseAccumulatedAdam:
-    """AccumAdam's direction, as in decjax.optim.accumulated's equations."""
+    """AccumAdam's direction, by the equations of decjax.optim.accumulated."""
 
     def __init__(self, window, b1=0.9, b2=0.99, eps=1e-8):
         self.s, self.b1, self.b2, self.eps = window, b1, b2, eps
@@ -165,7 +165,7 @@ def test_complete_graph_with_atc_and_sgd_is_all_reduce():
 
 
 def test_complete_graph_is_not_all_reduce_with_adam_or_awc():
-    """The equivalence above is special; a reference that could not tell the difference would prove nothing."""
+    """The equivalence above is special: without this check, a reference that cannot tell the difference would pass."""
     mixer = gossip.exact(topology_lib.make("complete", N))
     reduced = trajectory(decjax.synchronize(optax.adam(LR), reduce.mean()))
     assert np.abs(trajectory(decjax.decentralize(optax.adam(LR), mixer, "atc")) - reduced).max() > 1e-3
@@ -226,7 +226,7 @@ def contracts():
 
 @pytest.mark.parametrize("tx, phase", contracts())
 def test_contract(tx, phase):
-    """Descends on heterogeneous quadratics, state keeps dtypes and shardings, extra arguments are taken."""
+    """It descends on heterogeneous quadratics, its state keeps dtypes and shardings, and extra arguments are accepted."""
     w = workers("devices")
     H, target = jnp.eye(DIM), jnp.asarray(2 + np.random.default_rng(1).normal(size=(N, DIM)), jnp.float32)
 

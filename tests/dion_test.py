@@ -1,4 +1,4 @@
-"""Dion against a dense NumPy reference: one worker with the mean gradient, as the paper states it, in float64."""
+"""Dion against a dense NumPy reference: one worker with the mean gradient, as in the paper, in float64."""
 
 import functools
 

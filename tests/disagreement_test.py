@@ -1,4 +1,4 @@
-"""experiments.disagreement: the calculation beside closed forms and beside a simulation."""
+"""experiments.disagreement: its calculation against closed forms and a simulation."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,9 @@ from experiments import disagreement
 
 @pytest.mark.parametrize("order, expected", [("awc", 11 / 8), ("atc", 4 / 8)])
 def test_plain_noise_on_the_one_peer_graph(order, expected):
-    """With β1 = 0 an update's disagreement is 7/8; each round halves the directions in which workers differ: 7, 3 and 1 of 8."""
+    """With β1 = 0 an update's disagreement is 7/8; each round halves the number of directions in which workers differ: 7, 3 and 1
+    of 8.
+    """
     assert disagreement.variance(topology.make("one_peer_exponential", 8), order, 0.0) == pytest.approx(expected, rel=1e-3)
 
 
@@ -21,7 +23,7 @@ def test_the_complete_graph_leaves_the_newest_update_only():
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_it_is_what_workers_do(window):
-    """20,000 steps of a ring of four, each worker with its own noise."""
+    """20,000 steps on a ring of four workers, each with its own noise."""
     graph, b1, rng, steps = topology.make("ring", 4), 0.8, np.random.default_rng(0), 20_000
     x, m, total, found = np.zeros((64, 4)), np.zeros((64, 4)), np.zeros((64, 4)), []
     for t in range(steps):

@@ -1,4 +1,4 @@
-"""`make docs` fails on a dead link, and prints nothing when all is well."""
+"""`make docs` fails on a dead link, and prints nothing on success."""
 
 import pathlib
 import subprocess
@@ -13,7 +13,7 @@ pytest.importorskip("mkdocs", reason="make docs installs mkdocs")
 
 @pytest.fixture
 def build(tmp_path):
-    """Runs the Makefile's recipe on a site of one page with the settings of mkdocs.yml."""
+    """Run the Makefile's recipe on a one-page site with the settings of mkdocs.yml."""
     (tmp_path / "Makefile").write_bytes((ROOT / "Makefile").read_bytes())
     (tmp_path / "mkdocs.yml").write_text(
         f"INHERIT: {ROOT / 'mkdocs.yml'}\nplugins: []\nextra_css: []\nextra: {{}}\nnav: [index.md]\n"

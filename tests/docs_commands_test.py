@@ -1,7 +1,7 @@
-"""Commands, configs, files and names that the README, CONTRIBUTING.md and docs/ quote: none is run, each would be taken as it stands.
+"""Commands, configs, files and names quoted by README, CONTRIBUTING.md and docs/: none is run, but each must be valid as written.
 
-Commands stand in code blocks (of a shell, or indented) and in backticks. Values with an ellipsis, a `$` or in capitals, as
-`--out=PROFILE.json`, are left to the reader; whatever else is quoted has to exist.
+Commands appear in code blocks (shell or indented) and in backticks. Values with an ellipsis, a `$` or in capitals, such as
+`--out=PROFILE.json`, are placeholders; everything else must exist.
 """
 
 import functools
@@ -25,13 +25,13 @@ from tests import commands
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SHELLS = ("", "sh", "bash", "console", "yaml", "docker")  # languages of blocks that hold commands
+SHELLS = ("", "sh", "bash", "console", "yaml", "docker")  # languages of code blocks with commands
 DEVICES = 8
 HELP = ("--help", "--helpfull")
 OPERATORS = ("&&", "||", ";", "|", "&")
-# Flags that hold a shorthand -> the config file that it is of.
+# Flags that take a shorthand -> the config file of the shorthand.
 SHORTHANDS_OF = {"arg": "configs/gpt_optimus.py", "config_argument": "configs/lm.py"}
-# Configs whose fields prose may name by their paths alone.
+# Configs whose fields prose may name by path alone.
 TYPICAL = ("", "method=allreduce,reducer=powersgd,stages=2,backward=int8,forward=int8", "mixer=choco", "method=diloco")
 
 
@@ -39,7 +39,7 @@ TYPICAL = ("", "method=allreduce,reducer=powersgd,stages=2,backward=int8,forward
 
 
 def quoted(text: str) -> tuple[list[str], list[str]]:
-    """(lines of shell blocks, what stands in backticks elsewhere); a line that ends with a backslash goes on in the next."""
+    """Return (lines of shell blocks, code in backticks elsewhere); a trailing backslash continues a line."""
     blocks, prose, fence = [], [], None
     for line in text.splitlines():
         if found := re.match(r"\s*(`{3,}|~{3,})\s*([\w-]*)", line):
@@ -55,12 +55,12 @@ def quoted(text: str) -> tuple[list[str], list[str]]:
 
 
 def is_left_open(value: str) -> bool:
-    """Whether a value is for the reader to choose, as PROFILE.json, N or `…`, or a file that tests/docs_examples_test.py writes."""
+    """Whether a value is a placeholder, such as PROFILE.json, N or `…`, or a file written by tests/docs_examples_test.py."""
     return "…" in value or "$" in value or value.startswith("mine/") or bool(re.match(r"[A-Z](?![a-z])", value))
 
 
 def python_commands(line: str) -> list[tuple[str, list[str]]]:
-    """(module, arguments) of each `python -m` in a line, also within quotes."""
+    """Return (module, arguments) of each `python -m` in a line, including quoted ones."""
     words, found = shlex.split(line, comments=True), []
     for index, word in enumerate(words):
         if " -m " in word:
@@ -76,7 +76,7 @@ def python_commands(line: str) -> list[tuple[str, list[str]]]:
 
 
 def faults(text: str) -> list[str]:
-    """What a page quotes that is not so, a line each."""
+    """Yield one line per invalid quote of a page."""
     lines, spans = quoted(text)
     found = []
     for line, is_whole in [(line, True) for line in lines] + [(span, False) for span in spans]:
@@ -102,7 +102,7 @@ def faults(text: str) -> list[str]:
 
 
 def command_faults(module: str, arguments: list[str], is_whole: bool = True) -> list[str]:
-    """What the command `python -m module arguments` would be refused for; `is_whole`: it is to be typed as it stands."""
+    """Yield why `python -m module arguments` would be refused; `is_whole`: it is a complete command."""
     try:
         there = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -131,7 +131,7 @@ def command_faults(module: str, arguments: list[str], is_whole: bool = True) -> 
 
 
 def parsed(module: str, arguments: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """(values of flags, words that are none, what is wrong); fields of a config are left out."""
+    """Return (flag values, positional arguments, errors); config fields are left out."""
     known, values, words, found = commands.flags(module), {}, [], []
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
@@ -154,7 +154,7 @@ def parsed(module: str, arguments: list[str]) -> tuple[dict[str, str], list[str]
 
 
 def value_faults(module: str, name: str, value: str) -> list[str]:
-    """What is wrong with the value of a flag that names something of the project."""
+    """Return what is wrong with the value of a flag that names something in the project."""
     try:
         if name == "cluster" and value.endswith(".json") and "/" in value:
             costmodel.load(ROOT / value)
@@ -175,7 +175,7 @@ def value_faults(module: str, name: str, value: str) -> list[str]:
 
 
 def word_faults(module: str, words: list[str], values: dict[str, str]) -> list[str]:
-    """What is wrong with arguments that are no flags."""
+    """Return what is wrong with positional arguments."""
     if module == "experiments.compare" or any(map(is_left_open, words)) or any("[" in word for word in words):
         return []
     if module == "launch.parts":
@@ -192,7 +192,7 @@ def word_faults(module: str, words: list[str], values: dict[str, str]) -> list[s
 
 
 def sweep_faults(values: dict[str, str], passed: list[str], is_whole: bool) -> list[str]:
-    """What is wrong with the runs of a sweep, each with its config."""
+    """Return what is wrong with the runs of a sweep, each with its config."""
     config, text = values.get("config", "…"), values.get("sweep")
     if is_left_open(config) or is_left_open(text or "") or not (text or is_whole):
         return []
@@ -202,13 +202,13 @@ def sweep_faults(values: dict[str, str], passed: list[str], is_whole: bool) -> l
         swept = members.parse_sweep(text or members.sweep_of(module, path, argument))
         members.check_apart(config, swept, passed)
         found = members.expand(config, swept, getattr(module, "KEYS", config_file.ANY_KEY), pathlib.Path("sweep"), passed)
-    except Exception as error:  # Whatever the command would say.
+    except Exception as error:  # whatever the command would report
         return [str(error)]
     return [fault for member in found for fault in config_faults([a for a in member.arguments if "workdir" not in a])]
 
 
 def make_faults(words: list[str]) -> list[str]:
-    """What is wrong with targets and variables of `make`."""
+    """Return what is wrong with targets and variables of `make`."""
     makefile = (ROOT / "Makefile").read_text()
     known = {*re.findall(r"^([\w-]+)(?= ?[?:]?=|:)", makefile, re.MULTILINE)}
     return [f"the Makefile has no {word}" for word in words if word.partition("=")[0] not in known and not is_left_open(word)]
@@ -218,7 +218,7 @@ def make_faults(words: list[str]) -> list[str]:
 
 
 def config_faults(arguments: list[str], compressed: str = "") -> list[str]:
-    """What a run with these flags of a config would be refused for, before any device is looked for."""
+    """Return why a run with these config flags would be refused, before devices are looked up."""
     fields = [argument for argument in arguments if re.match(r"--(no)?config[.=]", argument) and "SECTION.FIELD" not in argument]
     found = list(_config_faults(tuple(fields)))
     if compressed and not is_left_open(compressed) and not found:
@@ -237,7 +237,7 @@ def _config_faults(fields: tuple[str, ...]) -> tuple[str, ...]:
     try:
         holder(argv)
         parts.resolve(holder.config, DEVICES)
-    except Exception as error:  # Whatever the command would say.
+    except Exception as error:  # whatever the command would report
         return (f"{' '.join(fields)}: {error}",)
     return ()
 
@@ -255,7 +255,7 @@ def _typical_fields() -> frozenset[str]:
 
 
 def is_field(path: str) -> bool:
-    """Whether a usual config has the field; CAPITALS are the reader's."""
+    """Whether one of the usual configs has the field; CAPITALS are placeholders."""
     return is_left_open(path) or path.rstrip(".") in _typical_fields()
 
 
@@ -283,7 +283,7 @@ def test_commands_of_code_blocks_are_what_a_shell_takes():
 
 
 def test_every_command_is_told():
-    """A module that is a command stands in docs/commands.md."""
+    """Every module that is a command is documented in docs/commands.md."""
     told = (ROOT / "docs/commands.md").read_text()
     modules = [path.relative_to(ROOT) for top in ("launch", "experiments") for path in sorted((ROOT / top).rglob("*.py"))]
     starts = [".".join(path.with_suffix("").parts) for path in modules if '__name__ == "__main__"' in (ROOT / path).read_text()]

@@ -1,7 +1,7 @@
-"""What docs/adding and docs/own_loop.md show runs as it stands.
+"""The examples in docs/adding and docs/own_loop.md run as shown.
 
-Files are written where a page says, outside of the package; its commands find them, train with them by name, and are refused with the
-errors that it shows; its tests pass.
+Files are written where a page says, outside of the package; the page's commands train with them by name and fail with the errors
+shown, and its tests pass.
 """
 
 import ast
@@ -26,13 +26,13 @@ from launch import config_file
 from tests import commands
 
 DOCS = commands.ROOT / "docs"
-PAGES = {  # kind -> the name of its example
+PAGES = {  # kind -> name of its example
     "mixer": "fragments", "codec": "nf4", "reducer": "majority", "topology": "small_world", "optimizer": "cautious_adamw",
     "task": "moons",
 }  # fmt: skip
-MOST_LINES = 40  # blank ones count
-METHODS_OF_A_TASK = 9  # further lines of the class: the blank ones between its methods, and their headings
-TINY = dict(simulate="", workers="4", smoke="")  # Instead of what a command says of them.
+MOST_LINES = 40  # including blank lines
+METHODS_OF_A_TASK = 9  # further lines of the class: blank lines between methods, and their signatures
+TINY = dict(simulate="", workers="4", smoke="")  # instead of the command's message
 STEPS = 12
 pytestmark = pytest.mark.usefixtures("quick_compilation", "forgotten_parts")
 
@@ -42,25 +42,25 @@ def text_of(page):
 
 
 def files_of(page):
-    """The files of a page: blocks of code behind their names."""
+    """Return the files of a page: code blocks preceded by their names."""
     return dict(re.findall(r"`(mine/\w+\.py)`[^`]*```python\n(.*?)```", text_of(page), re.DOTALL))
 
 
 def part_of(page):
-    """The file that holds the part."""
+    """Return the file that holds the part."""
     (name,) = [name for name in files_of(page) if not name.endswith("_test.py")]
     return name
 
 
 def commands_of(page):
-    """The arguments of all `launch.train` of a page."""
+    """Return the arguments of every `launch.train` on a page."""
     lines = [line for line in text_of(page).splitlines() if line.startswith("    python -m launch.train ")]
     return [shlex.split(line)[3:] for line in lines]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """Where the user works: all pages' files, on Python's path."""
+    """The user's directory: the files of all pages, on Python's path."""
     folder = tmp_path_factory.mktemp("user")
     for name, code in [pair for page in PAGES for pair in files_of(page).items()]:
         path = folder / name
@@ -75,7 +75,7 @@ def folder(tmp_path_factory):
 
 
 def config_of(arguments, folder, **instead):
-    """The config of a command's arguments; a shorthand's keys may be replaced."""
+    """Return the config of a command's arguments; keys of its shorthand may be replaced."""
     given = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
     path, _, short = given["config"].partition(":")
     pieces = [piece for piece in registry.split(short) if piece and piece.partition("=")[0] not in instead]
@@ -114,9 +114,9 @@ def test_it_is_trained_with_by_name(page, folder):
 
 
 def test_a_command_trains_as_it_stands(folder):
-    """The config file is loaded twice, by launch.train and by its flag, and enters its part both times."""
+    """The config file is loaded twice, by launch.train and by its flag, and registers its part both times."""
     (arguments, *_) = commands_of("mixer")
-    there = os.path.relpath(folder, commands.ROOT)  # As users write it: the two loaders make different paths of it.
+    there = os.path.relpath(folder, commands.ROOT)  # As users write it: the two loaders resolve it to different paths.
     tiny = ",".join(f"{key}={value}" if value else key for key, value in TINY.items())
     config = arguments[0].replace("--config=", f"--config={there}/")
     told = commands.run("launch.train", f"{config},{tiny}", f"--workdir={folder / 'run'}")
@@ -130,7 +130,7 @@ def test_the_tests_of_the_pages_pass(folder):
     assert told.returncode == 0 and passed and int(passed[1]) >= count >= 2 * len(PAGES) - 2, told.stdout
 
 
-# page -> (what of its file is replaced, the arguments of a command): one for each error that it shows, in its order.
+# page -> (replacement in its file, arguments of a command): one for each error it shows, in order.
 MISTAKES = {
     "mixer": [({}, ":mixer=fragments(pieces=0)"), ({}, ":mixer=fragments(parts=2)")],
     "codec": [({"def delta(": "def unused("}, ":mixer=choco,codec=nf4")],
@@ -159,7 +159,7 @@ def test_errors_are_those_of_the_page(page, folder, tmp_path):
 
 @contextlib.contextmanager
 def forgotten(kind):
-    """The page's own part is another one meanwhile."""
+    """The page's own part has been replaced by then."""
     known = registry._parts[kind].pop(PAGES[kind], None)
     yield
     registry._parts[kind].pop(PAGES[kind], None)
@@ -168,7 +168,7 @@ def forgotten(kind):
 
 
 def complaint(command):
-    """What launch.train would say of its arguments."""
+    """Return what launch.train would print for its arguments."""
     arguments = command.split()
     try:
         if told := config_file.complaint(arguments):
@@ -211,7 +211,7 @@ def test_the_errors_of_the_overview_are_told(folder):
 
 
 def test_another_file_may_not_take_the_name(folder, tmp_path):
-    """The same file may be loaded again, under any name; its copy is another part."""
+    """The same file may be loaded again under any name; a copy of it registers a different part."""
     for _ in range(2):
         config_file.load_module(str(folder / part_of("mixer")))
     copy = tmp_path / "copied.py"
@@ -224,7 +224,7 @@ def test_another_file_may_not_take_the_name(folder, tmp_path):
 
 
 def blocks(heading):
-    """The code of a section of docs/own_loop.md, one text a block."""
+    """The code of a section of docs/own_loop.md, one string per block."""
     _, _, section = (DOCS / "own_loop.md").read_text().partition(f"\n{heading}\n")
     found = re.findall(r"```python\n(.*?)```", re.split(r"\n##* ", section)[0], re.DOTALL)
     assert found

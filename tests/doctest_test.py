@@ -1,4 +1,4 @@
-"""Examples in docstrings give what they say."""
+"""Examples in docstrings produce the output they show."""
 
 import doctest
 import importlib
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def with_examples():
-    """Modules and packages, read as text: most have no example, and need not be imported."""
+    """Modules and packages, read as text: most have no examples and need not be imported."""
     for name in ("decjax", *MODULES):
         path = ROOT / name.replace(".", "/")
         if ">>> " in (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text():
@@ -31,7 +31,7 @@ def with_examples():
 
 @pytest.mark.parametrize("name", with_examples())
 def test_examples_run(name):
-    module = importlib.import_module(name)  # Not an attribute of its package, which may hide it.
+    module = importlib.import_module(name)  # not via the package attribute, which may shadow it
     assert "+SKIP" not in inspect.getsource(module)
     results = doctest.testmod(module, extraglobs=ASSUMED, optionflags=doctest.ELLIPSIS)
     assert results.attempted and not results.failed

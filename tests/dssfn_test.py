@@ -1,4 +1,4 @@
-"""experiments/dssfn: ADMM finds what least squares does, gossip averages, and workers learn what one with all examples would."""
+"""experiments/dssfn: ADMM matches least squares, gossip averages, and the workers learn what one worker with all examples would."""
 
 import jax
 import numpy as np

@@ -1,4 +1,6 @@
-"""Elastic runs in the threads of one process: the loop is that of static runs, with its checks, and nothing is lost when members leave."""
+"""Elastic runs in the threads of one process: the loop and its checks are those of static runs, and nothing is lost when members
+leave.
+"""
 
 import collections
 import contextlib
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class Killed(BaseException):
-    """A process that ends without a word."""
+    """A process that ends without notice."""
 
 
 def spec_of(shorthand="topology=one_peer_exponential", n=3, steps=STEPS, **fields):
@@ -39,7 +41,7 @@ def spec_of(shorthand="topology=one_peer_exponential", n=3, steps=STEPS, **field
 
 
 class Member:
-    """One process of a run: `run()` takes its part; `events` are called when it has taken so many steps."""
+    """One process of a run: `run()` takes its part; `events` are called after so many steps."""
 
     def __init__(self, band, spec, slot, folder, events=None, launch="one", resume_from=None):
         self.band, self.spec, self.slot, self.folder, self.launch = band, spec, slot, folder, launch
@@ -82,7 +84,7 @@ def rows(folder, kind="train"):
 
 
 def trained(folder, spec, n=3, events=None, **options):
-    """The members of a run, after it."""
+    """Return the members after a run."""
     with contextlib.closing(contextlib.ExitStack()):
         band = Band(n)
         try:
@@ -94,7 +96,7 @@ def trained(folder, spec, n=3, events=None, **options):
 
 
 def replicas(member):
-    """Every slot's parameters in the last checkpoint, [N, …]."""
+    """Return every slot's parameters in the last checkpoint, [N, …]."""
     like = member.loop.members.like
     with checkpoint.Checkpoints(member.folder, read_only=True) as saved:
         return jax.tree.leaves(saved.restore(saved.latest(), like)[0].params)
@@ -126,14 +128,16 @@ def test_a_run_without_faults_is_that_of_one_process(tmp_path):
     ],
 )
 def test_members_are_lost_and_the_rest_goes_on_to_the_end(tmp_path, shorthand):
-    """Down to one worker; the writer is among those that are lost. All workers can continue from the last worker's checkpoint."""
+    """Down to one worker, with the writer among the lost ones. Any number of workers can continue from the last worker's
+    checkpoint.
+    """
     n = 4
     members = trained(tmp_path, spec_of(shorthand, n), n, {0: {7: killed}, 2: {13: killed}, 1: {18: killed}})
     steps = [row["step"] for row in rows(tmp_path)]
     assert steps == [*range(LOG, STEPS + 1, LOG)] and workdir.steps_saved(tmp_path)[-1] == STEPS
     assert [row["workers"] for row in rows(tmp_path)][-1] == 1 and members[3].outcome.summary["steps"] == STEPS
     assert all(np.isfinite(x).all() for x in replicas(members[3]))
-    # What a member has computed since it last met the others dies with it, and is computed again.
+    # What a member has computed since its last exchange is lost with it, and is computed again.
     lasting = (member.batches if member.slot == 3 else member.batches[:-LOG] for member in members)
     numbers = collections.Counter(number for batches in lasting for number in batches)
     assert max(numbers.values()) == 1, "no batch is taken twice"
@@ -143,7 +147,7 @@ def test_members_are_lost_and_the_rest_goes_on_to_the_end(tmp_path, shorthand):
 
 @pytest.mark.parametrize("messages", [3, 4, 5])
 def test_replicas_of_a_synchronous_method_are_equal_after_a_change(tmp_path, messages):
-    """Members stop at a step or at the one after it, if one dies before its last messages; the former take the state of the latter."""
+    """If a member dies before its last messages, the others stop one step apart; those behind take the state of those ahead."""
 
     def dies(member):
         exchange, sent = member.group.channel.exchange, []
@@ -170,7 +174,7 @@ def test_replicas_are_averaged_although_a_member_dies_in_it(tmp_path):
 
 
 def test_a_writer_that_others_do_not_reach_lets_another_write(tmp_path, monkeypatch):
-    """It takes part again later, and every row and checkpoint is there once."""
+    """A member rejoins later, and every row and checkpoint exists once."""
     joined, both = [], [{0, 1}, {0, 2}]
 
     def join(member):
@@ -194,7 +198,7 @@ def test_a_writer_that_others_do_not_reach_lets_another_write(tmp_path, monkeypa
 
 @pytest.fixture
 def stop(monkeypatch):
-    """Gives an event that is a signal to one process."""
+    """Deliver a signal event to one process."""
     local = threading.local()
 
     @contextlib.contextmanager
@@ -207,7 +211,7 @@ def stop(monkeypatch):
 
 
 def test_batches_and_rows_go_on_where_they_stopped(tmp_path, stop):
-    """A worker was lost, and the group was stopped before its end: no batch is taken twice, and none is left out but in that step."""
+    """A worker was lost, and the group stopped before the end: no batch is used twice, and only that step leaves one out."""
     spec = spec_of()
     first = trained(tmp_path, spec, events={1: {6: killed}, 2: {9: stop}})
     assert [member.outcome.signal for member in first if member.slot != 1] == [signal.SIGTERM] * 2
@@ -233,7 +237,7 @@ def test_a_static_run_goes_on_in_the_data_where_an_elastic_one_stopped(tmp_path,
 
 @pytest.mark.parametrize("kind", ["other", "same"])
 def test_the_checks_are_those_of_a_static_run(tmp_path, kind, stop):
-    """--resume_from, changed data, another config, and all checkpoints damaged."""
+    """--resume_from, changed data, another config, and checkpoints that are all damaged."""
     spec = spec_of()
     trained(tmp_path / "run", spec, events={2: {9: stop}})
     if kind == "other":
@@ -276,7 +280,7 @@ def test_a_diverged_run_names_the_last_good_checkpoint(tmp_path):
 
 
 def test_another_process_writes_if_one_cannot(tmp_path, monkeypatch):
-    """No row and no checkpoint is missing; if none can, the run ends with the reason."""
+    """No row or checkpoint is missing; if none can be written, the run ends with the reason."""
     log, broken = metrics.JsonLines.log, set()
 
     def fails(self, step, kind, values):
@@ -297,7 +301,7 @@ def test_another_process_writes_if_one_cannot(tmp_path, monkeypatch):
 
 
 def test_two_launches_do_not_write_into_one_directory(tmp_path):
-    """Also when the first one's writer is lost while the second waits."""
+    """Also when the first writer is lost while the second one waits."""
     reached, refused = threading.Event(), []
 
     def wait(member):
@@ -329,7 +333,7 @@ def test_no_older_step_is_written_over_a_newer_one(tmp_path):
 
 @pytest.mark.parametrize("name", topology.names())
 def test_every_topology_has_a_stand_in(name):
-    """For all numbers of workers that may be left of eight."""
+    """For every number of workers that may remain of eight."""
     try:
         spec = spec_of(f"topology={name}", 8)
     except config.ConfigError:

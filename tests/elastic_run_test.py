@@ -1,4 +1,4 @@
-"""Elastic runs with real processes: they die, freeze and come back, and the others go on."""
+"""Elastic runs with real processes that die, freeze and come back while the others continue."""
 
 import json
 import os
@@ -20,13 +20,13 @@ PACED = "--config.data.wait_s=0.02"
 
 
 def launch(workdir, *options, steps=1_000_000, shorthand="topology=one_peer_exponential", log=10, save=100):
-    """An elastic run of quadratics with slow steps, since a process that rejoins needs the cores."""
+    """An elastic run of quadratics with slow steps, because a rejoining process needs the cores."""
     config = f"--config=experiments/paced.py:workers={SLOTS},simulate=false,{shorthand},steps={steps}"
     fields = [f"--config.log_every={log}", f"--config.eval.every={steps}", f"--config.checkpoint.every={save}", HEARTBEAT, PACED]
     line = [sys.executable, "-m", "launch.local", f"--num_processes={SLOTS}", "--elastic", *options]
     line += ["--", config, *fields, f"--workdir={workdir}"]
     workdir.parent.mkdir(exist_ok=True)
-    with errors_of(workdir).open("w") as errors:  # A pipe that nobody reads would fill up.
+    with errors_of(workdir).open("w") as errors:  # a pipe that is not read would fill up
         return subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
 
 
@@ -35,7 +35,7 @@ def errors_of(workdir):
 
 
 def ended(workdir, run, number=signal.SIGTERM):
-    """Stops a run; gives what it said."""
+    """Stop a run and return its output."""
     run.send_signal(number)
     assert run.wait(TIMEOUT_S) == 128 + number
     return errors_of(workdir).read_text()
@@ -48,12 +48,12 @@ def rows(workdir):
 
 
 def last(workdir, workers=None):
-    """The step of the last row, or of the last one with so many workers; 0: there is none."""
+    """Return the step of the last row, or of the last one with so many workers; 0 if there is none."""
     return max((row["step"] for row in rows(workdir) if workers in (None, row["workers"])), default=0)
 
 
 def until(workdir, run, workers, times):
-    """Waits until the run has gone on with so many workers so many times, and has logged a step after it; gives the seconds."""
+    """Wait until the run has continued with so many workers so many times, and has logged a step since; return the seconds."""
     begun, said = time.monotonic(), f"continuing with {workers} workers"
     wait_for(lambda: errors_of(workdir).read_text().count(said) >= times, run)
     before = last(workdir)
@@ -62,7 +62,7 @@ def until(workdir, run, workers, times):
 
 
 def spares(workdir):
-    """Ids of the processes that wait to be called, or did so before."""
+    """Return the ids of the processes that are or were spares."""
     return {
         process
         for process, line in command_lines().items()
@@ -71,8 +71,9 @@ def spares(workdir):
 
 
 def lose(workdir, run, signals):
-    """Sends signals to the processes of places, one after the other, each when a spare process is there; gives of each the seconds
-    until the others take steps, and until all do."""
+    """Send signals to the processes of slots, one after the other, each when a spare is ready; return for each the seconds until
+    the others take steps, and until all do.
+    """
     wait_for(lambda: last(workdir, SLOTS) > 50, run)
     process_of, took = trainers(workdir), []
     for times, (slot, number) in enumerate(signals, 1):
@@ -87,7 +88,7 @@ def lose(workdir, run, signals):
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
-    """Every process is killed once, that of slot 0 and the one that writes among them; one freezes."""
+    """Every process is killed once, including that of slot 0 and the writer; one freezes."""
     workdir = tmp_path_factory.mktemp("elastic") / "run"
     run = launch(workdir)
     took = lose(workdir, run, ((1, signal.SIGKILL), (0, signal.SIGKILL), (2, signal.SIGSTOP)))
@@ -96,7 +97,7 @@ def story(tmp_path_factory):
 
 def test_the_others_go_on_and_whoever_comes_back_takes_part(story):
     _, took, errors = story
-    assert all(without_s < again_s for _, without_s, again_s in took), errors  # `experiments.goodput` measures how soon.
+    assert all(without_s < again_s for _, without_s, again_s in took), errors  # `experiments.goodput` measures how soon
     assert "Traceback" not in errors
     for slot in (1, 0, 2):
         assert f"process {slot} was killed by SIGKILL; it will be replaced" in errors
@@ -132,7 +133,7 @@ def test_a_spare_process_that_ends_is_replaced_and_is_named_for_no_place(tmp_pat
     (first,) = spares(workdir)
     assert "--process_index" not in command_lines()[first]
     os.kill(first, signal.SIGKILL)
-    wait_for(lambda: spares(workdir) - {first}, run)  # and no place becomes free meanwhile
+    wait_for(lambda: spares(workdir) - {first}, run)  # and no slot becomes free meanwhile
     assert "it will be replaced" not in ended(workdir, run)
 
 
@@ -143,11 +144,11 @@ def test_every_method_loses_a_worker_and_goes_on_learning(tmp_path, shorthand):
     lose(workdir, run, ((1, signal.SIGKILL), (0, signal.SIGKILL)))
     assert "Traceback" not in ended(workdir, run)
     losses = [row["loss"] for row in rows(workdir)]
-    assert np.mean(losses[-5:]) < 0.9 * losses[0]  # which falls fast, and then only its noise is left
+    assert np.mean(losses[-5:]) < 0.9 * losses[0]  # it falls fast, and then only its noise remains
 
 
 def test_views_may_begin_at_a_step_that_is_saved_already(tmp_path):
-    """Two die at once, and come back one after the other, at a step of which each view saves a checkpoint."""
+    """Two die at once and come back one after the other, at a step that both views save."""
     workdir = tmp_path / "run"
     run = launch(workdir, save=1)
     wait_for(lambda: last(workdir, SLOTS) > 20, run)
@@ -181,7 +182,7 @@ def test_a_signal_to_one_process_stops_the_run(tmp_path):
 
 
 def test_a_launcher_that_is_stopped_for_a_while_kills_nobody(tmp_path):
-    """As with Ctrl-Z and fg."""
+    """Like Ctrl-Z and fg."""
     workdir = tmp_path / "run"
     run = launch(workdir)
     wait_for(lambda: last(workdir, SLOTS) > 20, run)
@@ -203,7 +204,7 @@ def test_mistakes_are_told_in_one_line(tmp_path):
 
 @pytest.mark.skipif(bool(reason := why_not()), reason=reason or "namespaces work")
 def test_a_host_that_is_cut_off_comes_back(tmp_path):
-    """Nothing says that the link is gone but silence."""
+    """Silence is the only sign that the link is down."""
     name, workdir = f"cut{os.getpid()}-", tmp_path / "run"
     config = f"--config=experiments/paced.py:workers={SLOTS},simulate=false,topology=one_peer_exponential,steps=1000000"
     line = [sys.executable, "-m", "launch.cluster", "run", f"--hosts={SLOTS}", "--rate=100mbit", f"--name={name}"]

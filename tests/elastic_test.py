@@ -25,7 +25,7 @@ from decjax.errors import ViewChanged
 from decjax.train import engine
 from decjax.train.trainer import Trainer
 
-KEYS, HEARTBEAT_S = Keys.made(), 20.0  # long enough for a machine that does other things
+KEYS, HEARTBEAT_S = Keys.made(), 20.0  # long enough for a busy machine
 
 
 class Band:
@@ -60,19 +60,19 @@ def band(request):
 
 
 def together(functions, timeout_s=300):
-    """The results of functions that wait for each other. It waits for none that others have failed: `Band.end` sets those free."""
+    """Return the results of functions that wait for each other. If one fails, `Band.end` releases the others."""
     pool = concurrent.futures.ThreadPoolExecutor(len(functions), thread_name_prefix="member")
     futures = [pool.submit(function) for function in functions]
     done, waiting = concurrent.futures.wait(futures, timeout_s, concurrent.futures.FIRST_EXCEPTION)
     pool.shutdown(wait=False)
     for future in done:
-        future.result()  # Raises what it has raised.
+        future.result()  # raises the thread's error
     assert not waiting, f"not done after {timeout_s} s; all threads:\n" + "\n".join(where())
     return [future.result() for future in futures]
 
 
 def where():
-    """Where each thread is."""
+    """Return each thread's position."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return (f"{names.get(ident)}\n{''.join(traceback.format_stack(frame))}" for ident, frame in sys._current_frames().items())
 
@@ -87,7 +87,7 @@ def groups(band, slots):
 
 
 def collect(axis, n, x):
-    """Something of every collective."""
+    """Combine the results of every collective."""
     pairs = [(k, (k + 1) % n) for k in range(n - 1)]
     return {
         "exchanged": axis.exchange(x, pairs),
@@ -161,7 +161,7 @@ def test_batches_go_on_where_a_checkpoint_says(band):
 
 
 def replaced(band):
-    """A member that has taken another one's place and has no replica yet, and the two that have theirs."""
+    """A member that replaces another and has no replica yet, and the two that have theirs."""
     gone, *others = [band.join(slot) for slot in range(3)]
     next_views(gone, *others)
     gone.close()
@@ -173,10 +173,10 @@ def replaced(band):
 
 def test_member_is_fresh_until_it_has_its_replica(band):
     late, source, other = replaced(band)
-    source.close()  # While it hands its replica over.
+    source.close()  # while it sends its replica
     again = next_views(late, other)[0]
     assert again.fresh == (0,) and again.source.slot == 2
-    late.step = again.step  # Now it has it.
+    late.step = again.step  # now it has one
     other.close()
     assert next_views(late)[0].fresh == ()
 
@@ -186,7 +186,7 @@ def test_group_without_a_replica_begins_anew(band):
     for member in others:
         member.close()
     with pytest.raises(Excluded):
-        while True:  # A view may begin before the second is gone.
+        while True:  # a view may begin before the second is gone
             late.next_view()
     anew = [band.join(slot, step=40) for slot in range(3)]
     assert not any(member.is_late for member in anew)
@@ -194,14 +194,14 @@ def test_group_without_a_replica_begins_anew(band):
 
 
 def test_a_view_that_ends_before_a_member_has_begun_it_is_never_begun(band, monkeypatch):
-    """Its messages would be waited for although nobody sends them any more."""
+    """Its messages would be awaited although no member sends them any more."""
     gone, one, two = (band.join(slot) for slot in range(3))
     next_views(gone, one, two)
     gone.close()
     wait_until(lambda: band.coordinator.view.number == 2)
     send, withheld = two._send, []
     monkeypatch.setattr(two, "_send", lambda: withheld.append(two._stopped) if two._stopped[0] == 3 else send())
-    late = band.join(0)  # The members are asked to stop, and one has not answered yet.
+    late = band.join(0)  # the members are asked to stop, and one has not answered yet
     wait_until(lambda: (3, 0) in withheld and one._stopped == (3, 0))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(one.next_view)
@@ -220,7 +220,7 @@ def test_a_run_is_over_when_its_writer_says_so(band):
         waiting = [pool.submit(member.await_end) for member in (one, two)]
         time.sleep(0.2)
         assert not any(each.done() for each in waiting)
-        writer.close()  # It dies before all is written.
+        writer.close()  # it dies before everything is written
         for each in waiting:
             with pytest.raises(ViewChanged):
                 each.result(timeout=120)
@@ -231,11 +231,11 @@ def test_a_run_is_over_when_its_writer_says_so(band):
     one.close()
     with pytest.raises(Excluded):
         band.join(0)
-    two.await_end()  # Whoever leaves afterwards changes nothing.
+    two.await_end()  # later departures change nothing
 
 
 def test_the_end_reaches_members_that_wait_for_others(band):
-    """One waits for a message, and one has not begun the view that it was told."""
+    """One waits for a message, and one has not begun its announced view."""
     gone, writer, waits = groups(band, range(3))
     gone.membership.close()
     together([writer.enter, waits.enter])
@@ -319,7 +319,7 @@ def test_members_take_the_steps_of_simulated_workers(shorthand, band):
 
 
 def test_messages_travel_beside_the_gradient(band):
-    """Where the method lets them: with order "awc", not with "atc"."""
+    """Where the method allows it: with order "awc", not with "atc"."""
     group, *_ = groups(band, range(3))
     for order, expected in (("awc", "split"), ("atc", "fused")):
         trainer = trainer_lib.Trainers(spec(f"topology=one_peer_exponential,order={order}", 3), group).of(3)
@@ -327,7 +327,7 @@ def test_messages_travel_beside_the_gradient(band):
 
 
 def test_what_is_compiled_is_kept_when_a_member_leaves(band):
-    """Only what depends on the number of workers is compiled again."""
+    """Only programs that depend on the number of workers are recompiled."""
 
     def step(group, told=spec("topology=one_peer_exponential", 3)):
         trainer = trainer_lib.Trainers(told, group).of(len(group.view.members))

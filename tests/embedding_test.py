@@ -1,4 +1,4 @@
-"""Gradients of stages, averaged over pipelines: a table that two stages share, and stages that compress, others that do not."""
+"""Gradients of stages, averaged over pipelines: a table shared by two stages, and stages of which only some compress."""
 
 import functools
 
@@ -24,12 +24,12 @@ def model(depth):
 
 
 def selective(channel=Channel()):
-    """PowerSGD on three stages of four."""
+    """PowerSGD on three of four stages."""
     return reduce.first_stages(POWERSGD, 3, 4, channel=channel)
 
 
 class Training:
-    """All-reduce of gradients that come from nowhere; clips in every step, so that the norm counts."""
+    """All-reduce of synthetic gradients; clips in every step, so that the norm matters."""
 
     def __init__(self, N, S, T, make_reducer, *, fused, simulate=False, **channel_options):
         self.workers = w = mesh.make_workers(N, stages=S, tensor=T, simulate=simulate, divided=model(S).divided)
@@ -46,7 +46,9 @@ class Training:
         return optax.apply_updates(params, updates), state
 
     def gradients(self, step):
-        """Of every stage of every worker: a common part that changes slowly, and one of one's own; none of what is not there."""
+        """Gradients of every stage of every worker: a slowly changing common part plus an individual one; zero where there is no
+        parameter.
+        """
 
         def of(path, x_NxS):
             key = len(jax.tree_util.keystr(path)), x_NxS.size
@@ -71,7 +73,7 @@ class Training:
         return seen
 
     def sent(self):
-        """Bytes that the devices of a stage send, [S], of each axis."""
+        """Return the bytes that the devices of a stage send, [S], by axis."""
         hlo = self.program.as_text()
         sent = wire.bytes_by_stage(hlo, self.workers)
         self.sent_within_groups = wire.bytes_sent(hlo, self.workers.mesh.size).sum() - sum(
@@ -81,7 +83,7 @@ class Training:
         return {axis: sent_NxS[0] for axis, sent_NxS in sent.items()}
 
     def declared(self):
-        """Bytes to other workers, of all stages of one."""
+        """Return the bytes sent to other workers by all stages of one worker."""
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), self.params)
         return self.workers.stages * self.reducer.num_bytes(one, self.workers.num_workers)[0]
 
@@ -93,7 +95,7 @@ def trained(N, S, T, make_reducer, fused):
 
 
 def close(found, expected):
-    """Adam divides by the root of what may be tiny."""
+    """Adam divides by a root that may be tiny."""
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3), found, expected)
 
 
@@ -107,8 +109,9 @@ def close(found, expected):
     ids=["mean", "PowerSGD, tensor=2", "PowerSGD on three stages of four"],
 )
 def test_fused_is_apart_for_fewer_bytes(N, S, T, make_reducer, by_stage):
-    """With T = 2 the shards of a table hold rows of different words, which nobody may add up. Where only some stages compress, the
-    two copies of the table lie on one that does and one that does not."""
+    """With T = 2 the shards of a table hold rows of different words, which must not be added. Where only some stages compress, one
+    copy of the table is on a stage that does and the other on one that does not.
+    """
     (apart, path), (fused, fused_path) = (trained(N, S, T, make_reducer, fused) for fused in (False, True))
     close(fused_path, path)
     assert np.abs(path[-1]["table_VxD"] - path[0]["table_VxD"]).max() > 0.1
@@ -122,18 +125,18 @@ def test_fused_is_apart_for_fewer_bytes(N, S, T, make_reducer, by_stage):
     ends_S, (apart_sent, fused_sent) = np.array([1.0, *[0.0] * (S - 2), 1.0]), (apart.sent(), fused.sent())
     np.testing.assert_allclose(apart_sent["worker"] - others_S, 2 * (N - 1) / N * TABLE_BYTES * ends_S)
     np.testing.assert_allclose(fused_sent["worker"] - others_S, (N - 1) / N * TABLE_BYTES * ends_S)
-    norm_bytes = 2 * (S - 1) / S * 4 * T  # Summed over stages.
+    norm_bytes = 2 * (S - 1) / S * 4 * T  # summed over stages
     for sent, training in ((apart_sent, apart), (fused_sent, fused)):
         np.testing.assert_allclose(sent["stage"], TABLE_BYTES * ends_S + norm_bytes)
         np.testing.assert_allclose(training.declared(), sent["worker"].sum())
     of_table = [sent["worker"][0] - others_S[0] + TABLE_BYTES for sent in (apart_sent, fused_sent)]
     np.testing.assert_allclose(of_table, [TABLE_BYTES * (3 * N - 2) / N, TABLE_BYTES * (2 * N - 1) / N])
     np.testing.assert_allclose(of_table[0] / of_table[1], (3 * N - 2) / (2 * N - 1))
-    assert fused.sent_within_groups <= apart.sent_within_groups  # Columns are halved, rows stay where they are.
+    assert fused.sent_within_groups <= apart.sent_within_groups  # columns are halved, rows are unchanged
 
 
 def test_a_tied_table_gets_the_sum_over_stages_of_the_mean_over_workers_and_counts_once_in_the_norm():
-    """The first step of plain descent, in NumPy."""
+    """The first step of plain gradient descent, in NumPy."""
     training, _ = trained(4, 2, 1, reduce.mean, True)
     w, division = training.workers, training.division
 
@@ -158,7 +161,7 @@ def test_only_the_first_stages_compress():
 
 
 def test_selective_stages_are_divided_by_tensor_parallel_groups():
-    """What the compiler sends within a group waits for all devices of all stages: no branch may hold it."""
+    """The compiler's collectives within a group wait for all devices of all stages, so no branch may contain one."""
 
     first_of_two = functools.partial(reduce.first_stages, POWERSGD, 1, 2, reduce.mean)
 
@@ -181,7 +184,7 @@ def test_simulated_stages_take_the_same_steps_and_declare_the_bytes():
 
 
 def test_the_devices_of_a_tensor_parallel_group_send_each_its_part():
-    """An array that travels by itself is not gathered first; what every device holds whole, each sends whole."""
+    """A single array is not gathered first; a replicated array is sent whole by each device."""
     training = Training(2, 2, 2, reduce.mean, fused=True, bucket_bytes=0)
     w = training.workers
     copies = jax.tree.map(
@@ -204,7 +207,7 @@ def test_the_devices_of_a_tensor_parallel_group_send_each_its_part():
     ],
 )
 def test_only_collectives_that_some_stages_can_send_are_sent_by_some(name, collective, simulate):
-    """The others would be of all stages, whatever `sent_by` says."""
+    """The other bytes would be those of all stages, whatever `sent_by` says."""
     w = mesh.make_workers(2, stages=2, simulate=simulate)
 
     with pytest.raises(RuntimeError, match=f"Axis.{name} needs all stages, but only stages 0 send on this axis"):

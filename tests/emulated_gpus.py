@@ -1,8 +1,8 @@
-"""A task on a node whose GPUs are emulated: joins the others as launch.train does, and prints the GPUs that JAX would take.
+"""A task on a node with emulated GPUs: joins the others like launch.train, and prints the GPUs that JAX would use.
 
     CUDA_VISIBLE_DEVICES=0,1 SLURM_PROCID=0 … python -m tests.emulated_gpus
 
-No other process is there, and no GPU: JAX connects to a stand-in, and has the devices that its own options name.
+There is no other process and no GPU: JAX connects to a stand-in, and has the devices selected by its own options.
 """
 
 import os
@@ -15,7 +15,7 @@ from launch import command, join
 
 
 def taken() -> list:
-    """What JAX would make devices of, as CUDA names them."""
+    """The GPUs that JAX would turn into devices, as numbered by CUDA."""
     visible, chosen = os.environ["CUDA_VISIBLE_DEVICES"].split(","), xla_bridge.CUDA_VISIBLE_DEVICES.value
     names = visible if chosen == "all" else [visible[int(index)] for index in chosen.split(",")]
     return [mock.Mock(platform="gpu", gpu=name) for name in names]
@@ -23,7 +23,7 @@ def taken() -> list:
 
 def main(argv):
     command.options_only(argv)
-    jax.config.update("jax_enable_preemption_service", False)  # which needs a real client
+    jax.config.update("jax_enable_preemption_service", False)  # it needs a real client
     for name in ("get_distributed_runtime_client", "get_distributed_runtime_service"):
         mock.patch.object(distributed._jax, name).start()
     mock.patch.object(jax, "local_devices", taken).start()

@@ -1,4 +1,4 @@
-"""Exchange engines: the split one takes the fused one's steps, with its exchange apart; stale all-reduce against NumPy."""
+"""Exchange engines: the split engine takes the fused one's steps with a separate exchange; stale all-reduce against NumPy."""
 
 import functools
 import os
@@ -29,7 +29,7 @@ def workers():
 
 
 def gradients(params, batch, key):
-    """Of a small network's error: not linear, and different on every worker."""
+    """Gradient of a small network's error: nonlinear, and different on every worker."""
     del key
     x, y = batch[:, :3], batch[:, 3:]
 
@@ -45,7 +45,7 @@ def init(key):
 
 
 def decentralized(name, inner, **options):
-    # An array a message: split ones travel in two parts.
+    # One array per message: split arrays travel in two parts.
     mixer = gossip.exact(topology_lib.make(name, N, **options), Channel(bucket_bytes=0))
     return optim.Method(
         optim.decentralize(inner, mixer),
@@ -100,7 +100,7 @@ def batches(step):
 
 
 def trajectory(method, which):
-    """(final state, loss of every step and worker, bytes of every step, executables of the first step)."""
+    """Return (final state, loss by step and worker, bytes by step, executables of the first step)."""
     program = engine.compile_per_phase(Step(stateless(gradients), method, workers(), 0), which)
     state = runs.start(init(jax.random.key(0)), method, workers())
     losses, sent, first = [], [], None
@@ -109,7 +109,7 @@ def trajectory(method, which):
         number = jax.device_put(np.int32(step), workers().replicated)
         due = program(method.phase(step), state, batch, number)
         first = first or due.executables
-        with jax.transfer_guard("disallow"):  # A step moves nothing between the host and the devices.
+        with jax.transfer_guard("disallow"):  # a step moves nothing between host and devices
             state, loss_N = due.run(state, batch, number)
         losses.append(np.asarray(loss_N))
         sent.append(due.sent["worker"])
@@ -130,7 +130,7 @@ METHODS = {
 
 
 def assert_near(x, y):
-    """What sums in another order may change: values by 5 %, codes of 8 bits by 3 % of their range, in which 0 may follow 255."""
+    """tolerance for sums in another order: 5 % of values, 3 % of the range for 8-bit codes, where 255 wraps to 0"""
     if x.dtype == np.uint8:
         assert np.abs((x - y).view(np.int8)).max(initial=0) <= 8
     else:
@@ -140,10 +140,10 @@ def assert_near(x, y):
 @pytest.mark.parametrize("name", METHODS)
 def test_split_takes_the_steps_of_fused(name):
     fused, split = (trajectory(METHODS[name](), which) for which in ("fused", "split"))
-    np.testing.assert_array_equal(fused[2], split[2])  # Bytes.
-    if name == "one_peer_exponential":  # Halves round to the same number in any order.
+    np.testing.assert_array_equal(fused[2], split[2])  # bytes
+    if name == "one_peer_exponential":  # halves round to the same number in any order
         jax.tree.map(np.testing.assert_array_equal, fused[0], split[0])
-    # Compiled as users do, the two round sums elsewhere, which changes codes.
+    # Compiled as users do, the two round sums in different places, which changes codes.
     may_differ = AS_USERS and name in ("CHOCO", "DCD", "BEER")
     near = assert_near if may_differ else functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5)
     jax.tree.map(near, fused[0], split[0])
@@ -152,7 +152,7 @@ def test_split_takes_the_steps_of_fused(name):
 
 @pytest.mark.parametrize("which", ["fused", "split"])
 def test_batches_of_a_few_shapes_are_compiled_once_each(which):
-    """Steps of one shape are those of a run that has only that shape; the exchange is compiled once for all."""
+    """Steps of one shape equal those of a run with only that shape; the exchange is compiled once for all."""
     method = METHODS["ring"]()
     program = engine.compile_per_phase(Step(stateless(gradients), method, workers(), 0), which)
     state, taken = runs.start(init(jax.random.key(0)), method, workers()), []
@@ -178,7 +178,7 @@ def test_an_update_by_itself_is_what_a_step_does_beside_its_gradient(which, send
     state, batch = runs.start(init(jax.random.key(0)), method, workers()), workers().build(lambda worker: batches(0)[worker])
     _, grads, _ = workers().jit(step.take_gradient, (0, 0, 0, None))(state.params, state.source, batch, np.int32(0))
     update = engine.compile_update(step, which, 0, state, grads, lambda fn: found.append(fn) or fn)
-    assert len(found) == senders  # The functions that send: all at once, or one for each part.
+    assert len(found) == senders  # functions that send: one for everything, or one per part
     due = engine.compile_per_phase(step, which)(0, state, batch, np.int32(0))
     for _ in range(2):
         after = update(jax.tree.map(jnp.copy, state), grads)
@@ -196,7 +196,7 @@ def test_split_communicates_in_its_exchange_only():
 
 @pytest.mark.parametrize("hops", [0, 1, 2])
 def test_an_exchange_is_cut_at_its_messages(hops):
-    """What is computed before the first message and after the last is not part of what travels."""
+    """What is computed before the first message and after the last one is not part of the exchange."""
 
     def exchange(x, y):
         message = jnp.sin(x) * y
@@ -220,14 +220,14 @@ def test_an_exchange_is_cut_at_its_messages(hops):
 
 
 def test_split_leaves_little_to_do_after_the_message():
-    """Adam's moments are taken while it travels; the weight decay, which acts on the mean, waits for it."""
+    """Adam's moments are computed during the exchange; weight decay, which acts on the mean, waits for it."""
     *_, executables = trajectory(METHODS["one_peer_exponential"](), "split")
     prepare, *joins = executables[-3:]
     assert "sqrt" in prepare.as_text() and not any("sqrt" in join.as_text() for join in joins)
 
 
 def test_stale_allreduce_applies_the_mean_gradient_of_the_step_before():
-    """x^{t+1} = x^t − α ḡ(x^{t−1}), and nothing in the first step; in NumPy."""
+    """x^{t+1} = x^t − α ḡ(x^{t−1}), with no change in the first step; in NumPy."""
     state, *_ = trajectory(stale_allreduce(optax.sgd(LR)), "fused")
     params = jax.tree.map(np.asarray, init(jax.random.key(0)))
     pending = None
@@ -241,7 +241,7 @@ def test_stale_allreduce_applies_the_mean_gradient_of_the_step_before():
 
 
 def test_stale_adam_has_no_step_without_a_gradient():
-    """After the first step parameters, moments and their counter are those of the start."""
+    """After the first step, parameters, moments and their counter equal the initial ones."""
     method = stale_allreduce(optax.adamw(LR))
     state = before = runs.start(init(jax.random.key(0)), method, workers())
     before = jax.tree.map(np.asarray, before)
@@ -258,13 +258,13 @@ def test_engines_that_cannot_be_are_refused():
         engine.choose("warp", atc, workers())
     with pytest.raises(ValueError, match="engine 'split' needs an exchange .* use engine 'fused'"):
         engine.choose("split", atc, workers())
-    assert engine.choose("auto", decentralized("ring", optax.adamw(LR)), workers()) == "fused"  # One process.
+    assert engine.choose("auto", decentralized("ring", optax.adamw(LR)), workers()) == "fused"  # one process
 
 
 @pytest.mark.parametrize("options", [{}, dict(stages=2), dict(tensor=2)])
 def test_processes_split_no_step_whose_gradient_has_collectives_of_its_own(options, monkeypatch):
     method, w = decentralized("ring", optax.adamw(LR)), mesh.make_workers(N, **options)
-    assert engine.choose("split", method, w) == "split"  # One process takes them in one order.
+    assert engine.choose("split", method, w) == "split"  # one process executes them in one order
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     if not options:
         assert engine.choose("split", method, w) == engine.choose("auto", method, w) == "split"

@@ -1,4 +1,4 @@
-"""decjax.codecs.entropy: the estimate is the entropy of Gaussians that match, and more than that of others."""
+"""decjax.codecs.entropy: the estimate equals the entropy of a matching Gaussian, and exceeds it otherwise."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ def test_estimate_is_the_entropy_of_matched_gaussians(step):
     levels = np.rint(np.random.default_rng(0).normal(0.7, 1.3, 200_000) / step)
     found = entropy.gaussian_bits(levels, step, mean=0.7, scale=1.3).mean()
     assert found == pytest.approx(entropy.empirical_bits(levels), rel=0.02)
-    assert entropy.gaussian_bits(levels, step, mean=0.7, scale=2.6).mean() > 1.02 * found  # With a scale that does not match.
+    assert entropy.gaussian_bits(levels, step, mean=0.7, scale=2.6).mean() > 1.02 * found  # with a scale that does not match
 
 
 def test_each_value_has_its_own_mean_and_scale():
@@ -22,7 +22,7 @@ def test_each_value_has_its_own_mean_and_scale():
     known = entropy.gaussian_bits(levels, 0.5, mean, scale).mean()
     assert known < 0.85 * entropy.empirical_bits(
         levels
-    )  # A coder that knows the scales spends less than one that knows frequencies.
+    )  # a coder that has the scales needs fewer bits than one that has frequencies
 
 
 def test_probabilities_of_all_levels_sum_up_to_one():
@@ -48,7 +48,7 @@ def test_impossible_scales_are_refused(options):
 
 
 def test_lossless_bits_are_those_of_the_bytes():
-    """Nothing for equal values, all 32 for random bits, and for Gaussians 16 bits and 7 of noise, and an exponent that is nearly known."""
+    """Zero bits for equal values, all 32 for random bits; for Gaussians 16 bits and 7 of noise, and a nearly constant exponent."""
     rng = np.random.default_rng(3)
     assert entropy.lossless_bits(np.full(1000, 1.5, np.float32)) == 0
     assert entropy.lossless_bits(rng.integers(0, 2**32, 400_000, np.uint32).view(np.float32)) == pytest.approx(32, abs=0.01)

@@ -1,4 +1,4 @@
-"""Each kind of exchange between real processes: the steps are those of as many devices of one process.
+"""Each kind of exchange between real processes: the steps equal those of as many devices of one process.
 
 Local forms, in which devices of a process exchange among themselves first, are in local_forms_test.
 """
@@ -35,6 +35,6 @@ def rows(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_and_devices_have_the_same_trajectory(rows, kind):
-    # Processes add in another order than devices. Where a sum is rounded to codes, its last bit can move a code by a whole step,
-    # which shows in how far workers are apart and hardly in the loss.
+    # Processes add in another order than devices. Where a sum is rounded to codes, its last bit can change a code by a whole step,
+    # which shows in the consensus distance and hardly in the loss.
     several_runs.assert_same(*rows[f"{DEVICES},{KINDS[kind]}"], distance_rtol=1e-3 if kind == "codes of a sum" else 1e-4)

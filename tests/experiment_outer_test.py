@@ -1,4 +1,4 @@
-"""experiments.outer: every row is a config, rates and outer rates are tuned, and the whole way with tiny models."""
+"""experiments.outer: every row is a config, rates and outer rates are tuned, and a run from start to end with tiny models."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_momentum_and_rate_of_the_outer_step_are_tuned_with_the_best_rate(monkey
     made = outer.Runs(tmp_path, ResultsLog(tmp_path / "results.jsonl"), smoke=False)
     found = {name: made.result(name) for name in (outer.ALL_REDUCE, "DiLoCo, H = 16")}
     own = found["DiLoCo, H = 16"]
-    assert (own.rate, own.outer) == (1.2e-2, (4.0, 0.0)) and len(own.losses) == outer.SEEDS  # Its grid has been extended.
+    assert (own.rate, own.outer) == (1.2e-2, (4.0, 0.0)) and len(own.losses) == outer.SEEDS  # its grid has been extended
     assert outer.compared(found, "DiLoCo, H = 16")[0] == 1 and not outer.checks(found)
     found["DiLoCo, H = 16"] = own._replace(sent=0.04)
     assert outer.checks(found)[0].met is False

@@ -1,4 +1,4 @@
-"""Weights that keep the principal directions of outputs, against NumPy; a DLRM's outputs; and launch.compress on a run of clicks."""
+"""Weights that preserve the principal directions of outputs, against NumPy; a DLRM's outputs; and launch.compress on a click run."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ READ_M = RNG.choice(V, M, p=np.arange(V, 0, -1) / np.arange(V, 0, -1).sum())
 
 
 def outputs(params):
-    """What the layers and the table put out for the sample."""
+    """Return the outputs of the layers and of the table for the sample."""
     return {
         "up/kernel": X_MxI @ params["up"]["kernel"] + params["up"]["bias"],
         "plain/kernel": X_MxI @ params["plain"]["kernel"],
@@ -35,7 +35,7 @@ def outputs(params):
 
 
 def eigen(y_MxJ, centred):
-    """(directions, eigenvalues), largest first."""
+    """Return (directions, eigenvalues), largest first."""
     moved = y_MxJ - centred * y_MxJ.mean(axis=0)
     value, vector = np.linalg.eigh(moved.T @ moved / len(moved))
     return vector[:, ::-1], value[::-1]
@@ -108,7 +108,7 @@ def test_outputs_that_do_not_fit_are_refused(given, problem):
 
 @functools.cache
 def clicks():
-    """(a DLRM, its parameters, numbers, indices)."""
+    """Return (a DLRM, its parameters, numbers, indices)."""
     model = dlrm(width=4, hidden=6)(3, (9, 5))
     numbers_BxF = jax.random.normal(jax.random.key(1), (20, 3))
     return model, jax.jit(model.init)(jax.random.key(0)), numbers_BxF, jax.random.randint(jax.random.key(2), (20, 2), 0, 5)

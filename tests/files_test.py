@@ -1,4 +1,4 @@
-"""decjax/files.py: a file is written as a whole, and a failure leaves nothing behind; what else reads names of files."""
+"""decjax/files.py: a file is written completely or not at all; and other readers of file names."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from launch import command, config_file, members, sweep
 
 @pytest.fixture
 def no_replacing(monkeypatch):
-    """As on a disk that fails at the last moment."""
+    """Like a disk that fails at the last moment."""
 
     def fail(self, target):
         raise OSError(28, "No space left on device")
@@ -73,7 +73,7 @@ def test_only_numbers_as_python_writes_them_are_checkpoints(tmp_path):
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", ".lock"])
 def test_a_folder_where_a_run_has_a_file_is_named(tmp_path, name):
     (tmp_path / name).mkdir()
-    with pytest.raises((CheckpointError, OSError)) as error:  # launch.train tells both in one line.
+    with pytest.raises((CheckpointError, OSError)) as error:  # launch.train reports both on one line
         workdir.claim(tmp_path, {"workers": 1})
     line = command.one_line(error.value)
     assert f"{name}': Is a directory; a file must be there; move the folder away" in line and "\n" not in line
@@ -88,7 +88,7 @@ def test_a_file_where_a_run_has_a_folder_is_named(tmp_path):
 
 
 def test_odd_values_in_the_files_of_a_run_do_not_count(tmp_path):
-    """As somebody may have edited them by hand."""
+    """Files that someone may have edited by hand."""
     (tmp_path / ".lock").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "config.json").write_text('{"workers": 1, "checkpoint": {"every": 0}}')
     rows = '{"step": 4, "kind": "train", "loss": "x"}\n{"step": 9, "kind": ["train"]}\n'
@@ -121,7 +121,7 @@ def nested(depth):
     "text, problem",
     [
         (nested(100_000), "it is nested more than 64 levels deep"),
-        (nested(300), "it is nested more than 64 levels deep"),  # Less than what Python's own reader refuses.
+        (nested(300), "it is nested more than 64 levels deep"),  # below the limit of Python's own reader
         ('{"a": ' + "[" * 65 + "1" + "]" * 65 + "}", "it is nested more than 64 levels deep"),
         ("[1]", "it holds a list instead of a JSON object"),
         ("{", "Expecting property name"),
@@ -161,7 +161,7 @@ def test_documents_of_runs_and_sweeps_that_are_nested_too_deeply(tmp_path):
 
 @pytest.mark.parametrize("name", ["pipe", "/dev/zero", "folder"])
 def test_only_regular_files_are_read(tmp_path, pipe, name):
-    """A pipe without a writer would be waited for without end."""
+    """Opening a pipe without a writer would block forever."""
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="Is a directory" if name == "folder" else "a pipe or a device"):
         files.open_regular(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Three hundred hostile inputs, in one process: each is taken, or refused in one line, within seconds."""
+"""Three hundred hostile inputs in one process: each is accepted, or refused on one line, within seconds."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ from tests.runs import spec_of
 
 pytestmark = pytest.mark.slow
 COUNT = 300
-MOST_S = 10.0  # of CPU time; alone, and compiled before, each takes less than two
+MOST_S = 10.0  # CPU time; alone and compiled, each takes less than two
 HOSTILE = (
     0, -1, 1, 3, 10**9, 2**31, 10**30, -(10**30), 0.5, 1e300, -1e300, float("inf"), float("nan"), True, None, "", " ", "x" * 999, "\n",
     "none", "auto", [], [1], {}, {"name": "exact"}, "ring(num_workers=3)", "ring(name='x')", "base_k(k={[]:1})", "int8(block=8,block=16)",
@@ -27,7 +27,7 @@ HOSTILE = (
 
 
 def configs():
-    """Documents of ten runs, tiny ones."""
+    """The documents of ten tiny runs."""
     found = []
     for text in SHORTHANDS:
         config = lm.get_config(f"smoke,workers={2 if 'stages' in text else 4},{text}")
@@ -71,7 +71,7 @@ def a_text(rng, documents):
 
 
 def a_file(rng, documents, folder):
-    """A profile of a cluster, or a run's directory, with something odd in it."""
+    """A cluster profile, or a run's directory, with an unusual value in it."""
     row = dict(
         step=4, time_s=1.0, kind="train", loss=1.0, loss_min=1.0, loss_max=1.0, consensus_distance=0.1, bytes_sent_per_worker=1.0
     )

@@ -1,4 +1,4 @@
-"""experiments/goodput and experiments/faults: what their events tell; experiments/crashes: runs that are killed and end as others."""
+"""experiments/goodput and experiments/faults: metrics computed from events; experiments/crashes: killed runs end like others."""
 
 import io
 import itertools
@@ -35,7 +35,7 @@ def test_a_launchers_words_become_events(tmp_path):
 
 
 def test_steps_and_participation_of_a_storm():
-    """One of four dies after 10 s; the others go on 1 s later, it lives again at once and takes part after 5 s."""
+    """One of four dies after 10 s; the others continue 1 s later, it restarts at once and takes part after 5 s."""
     events = [
         Event(0, "start", [0, 1, 2, 3]),
         Event(5, "row", [10, 3.0, 4]),
@@ -96,7 +96,7 @@ def test_what_a_fault_came_to():
     ]
     cut, kill = faults.found(events)
     assert cut == faults.Found("cut", 1, 6.5, 2.0)
-    assert kill.stopped_s == math.inf  # Nobody took a step again.
+    assert kill.stopped_s == math.inf  # no step was repeated
 
 
 def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path):
@@ -107,7 +107,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path):
 
 
 def test_killed_runs_end_like_others(tmp_path, monkeypatch):
-    """A fifth of the steps, so kills come as much sooner; the command then shows what is there."""
+    """A fifth of the steps, so kills come five times sooner; the command then prints the recorded results."""
     monkeypatch.setattr(crashes, "LATEST_S", crashes.LATEST_S / 5)
     (choco,) = [row for row in crashes.ROWS if row.name == "choco"]
     assert crashes.compare(choco._replace(steps=choco.steps // 5), tmp_path, kills=2, seed=0).kills == 2

@@ -1,4 +1,4 @@
-"""Compressed gossip against dense NumPy references, written as the papers state them, over 60 steps in float64."""
+"""Compressed gossip against dense NumPy references written as in the papers, over 60 steps in float64."""
 
 import functools
 import math
@@ -36,7 +36,7 @@ from tests.quadratics import (
 )
 from tests.stand_ins import dense_four_bits, dense_top, four_bits, identity, top
 
-# Codecs, and the same in NumPy on all workers' values.
+# Codecs, and their NumPy counterparts on all workers' values.
 CODECS = {
     "identity": (identity(), lambda x_NxP: x_NxP),
     "four_bits": (four_bits(), dense_four_bits),
@@ -54,7 +54,7 @@ def choco(W, C, gamma, order):
     for t in range(STEPS):
         W_NxN, index = W.matrix(t), t % W.period
         hat = known.get(index, np.tile(X0, (N, 1)))
-        if order == "awc" and W.period == 1:  # As published: mix with what is known, then send.
+        if order == "awc" and W.period == 1:  # as published: mix the estimates, then send
             x = x - LR * gradients(x) + gamma * (W_NxN @ hat - hat)
             known[index] = hat + C(x - hat)
         else:
@@ -79,7 +79,7 @@ def deepsqueeze(W, C, gamma, order):
 
 
 def dcd(W, C, gamma, order):
-    x = at = np.tile(X0, (N, 1))  # The parameters, and where the gradient is taken.
+    x = at = np.tile(X0, (N, 1))  # the parameters, and where the gradient is evaluated
     for t in range(STEPS):
         if order == "awc":
             x = x + C(W.matrix(t) @ x - LR * gradients(x) - x)
@@ -94,13 +94,13 @@ def beer(W, C, gamma, order):
     X, V, before = np.tile(X0, (N, 1)), np.zeros((N, P)), np.zeros((N, P))
     known, known_tracker, W_NxN = np.tile(X0, (N, 1)), np.zeros((N, P)), W.matrix(0)
 
-    def encoded(a, b):  # One bucket for both.
+    def encoded(a, b):  # one bucket for both
         joint = C(np.concatenate([a, b], axis=1))
         return joint[:, :P], joint[:, P:]
 
     for t in range(STEPS):
         now = gradients(X)
-        if order == "awc":  # As published; V^0 = ∇F(X^0).
+        if order == "awc":  # as published; V^0 = ∇F(X^0)
             V = V + gamma * (W_NxN @ known_tracker - known_tracker) + now - before
             X = X + gamma * (W_NxN @ known - known) - LR * V
             q, q_tracker = encoded(X - known, V - known_tracker)
@@ -117,7 +117,7 @@ def beer(W, C, gamma, order):
 
 
 def push_sum(W, C, gamma, order):
-    x = np.tile(X0, (N, 1))  # What is mixed; z = x / y.
+    x = np.tile(X0, (N, 1))  # mixed values; z = x / y
     y, hat = np.ones((N, 1)), np.tile(X0, (N, 1))
     for t in range(STEPS):
         A = W.matrix(t)
@@ -140,7 +140,7 @@ GRAPHS = {"push_sum": ("random_digraph", dict(degree=2))}
 
 
 def built(name, codec, gamma, graph=None, **options):
-    """(topology, axis name -> mixer) of a name."""
+    """Return (topology, axis name -> mixer) for a name."""
     graph, graph_options = (graph, options) if graph else GRAPHS.get(name, ("ring", {}))
     topology = topology_lib.make(graph, N, **graph_options)
     strength = {} if name == "dcd" else dict(gamma=gamma)
@@ -155,7 +155,7 @@ def built(name, codec, gamma, graph=None, **options):
         ("dcd", "identity", 1.0),
         ("dcd", "four_bits", 0.8),
     ],
-)  # It refuses codecs that lose much.
+)  # it refuses codecs with large errors
 def test_trajectory_is_that_of_the_paper(name, codec, gamma, order, mode):
     coded, C = CODECS[codec]
     topology, make_mixer = built(name, coded, gamma)
@@ -193,19 +193,19 @@ def test_an_exact_codec_is_plain_gossip(name, order, mode):
 @pytest.mark.parametrize("name", [name for name in mixers() if "nodes" not in name])
 def test_devices_and_simulated_workers_take_the_same_steps(name):
     paths = [trajectory(mixers()[name], order_of(name), mode, wrapper(name)) for mode in MODES]
-    # A value between two codes may go either way, and half of a code's distance is all that can make: none did here.
+    # A value between two codes may round either way, by at most half a code's distance: here none did.
     np.testing.assert_allclose(*paths, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in mixers() if "nodes" in name])
 def test_nodes_keep_the_mean_and_agree(name):
-    """Devices exchange shares, simulated workers the whole mean: other blocks, other noise, the same properties."""
+    """Devices exchange shards, simulated workers the whole mean: other blocks, other noise, the same properties."""
     x_NxP = np.random.default_rng(3).normal(size=(N, P))
     for mode in MODES:
         path, y = mixed(mixers()[name], x_NxP, 120, mode, local_size=2)
         mean = (path * y[..., None]).mean(axis=1)
         np.testing.assert_allclose(mean, np.tile(x_NxP.mean(axis=0), (120, 1)), rtol=0, atol=1e-12)
-        floor = 1.0 if name.startswith("deep") else 1e-12  # Whole parameters are encoded: noise stays.
+        floor = 1.0 if name.startswith("deep") else 1e-12  # whole parameters are encoded, so noise remains
         assert np.abs(path[-1] - x_NxP.mean(axis=0)).max() < floor
         assert np.abs(path[-1, ::2] - path[-1, 1::2]).max() < 1e-12 or name.startswith("deep")
 
@@ -257,7 +257,7 @@ def test_resume_is_bit_exact(name, tmp_path):
 
 
 class RowsInTurn(codecs.Codec):
-    """A matrix row by row, one a message; vectors unchanged."""
+    """Each row of a matrix is one message; vectors are sent uncompressed."""
 
     state_key = "tensor"
     matrix = True
@@ -361,7 +361,7 @@ def test_what_does_not_fit_is_refused(build, graph, options, complaint):
 )
 def test_codecs_that_make_nothing_smaller_are_refused(build, graph):
     topology, like = topology_lib.make(graph, N), jax.eval_shape(tree, jax.ShapeDtypeStruct((P,), jnp.float32))
-    mixer = build(topology, codec=codecs.topk(fraction=1.0, values=codecs.bfloat16()))  # 2 bytes, and 1 to say where.
+    mixer = build(topology, codec=codecs.topk(fraction=1.0, values=codecs.bfloat16()))  # 2 bytes of value, 1 of position
     assert mixer.num_bytes(like, 0).max() > 0
     mixer = build(topology, codec=codecs.topk(fraction=1.0))
     for refused in (lambda: mixer.num_bytes(like, 0), lambda: jax.eval_shape(mixer.init, like)):
@@ -382,7 +382,7 @@ def test_graphs_on_which_plain_gossip_drifts_are_refused():
 
 @pytest.mark.parametrize("name", registry.names("mixer"))
 def test_every_mixer_is_made_by_its_name(name):
-    """With the options of its signature; what it needs, sends and keeps is told."""
+    """A mixer with the options of its signature reports what it requires, sends and stores."""
     made = registry.make("mixer", name, topology_lib.make("ring", N), Channel(workers("simulated").axis), **MADE_WITH.get(name, {}))
     assert name in mixers(), "tests of bytes and of simulation take mixers from there"
     assert made.num_workers == N and {"needs", "messages", "memory"} <= registry.part("mixer", name).traits.keys()

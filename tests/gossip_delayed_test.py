@@ -1,4 +1,4 @@
-"""Gossip with late parameters against a dense NumPy reference, in float64."""
+"""Gossip with delayed parameters against a dense NumPy reference, in float64."""
 
 import functools
 
@@ -21,7 +21,7 @@ def make(name="one_peer_exponential", **options):
 
 
 def delays(steps=STEPS, **options):
-    """τ_{steps x N}, read off a mixer whose workers have the number of the exchange for a parameter."""
+    """τ_{steps x N}, measured with parameters that hold the number of the exchange."""
     w = workers("simulated")
     mixer = make("directed_ring", **options)(Channel(w.axis))
 
@@ -34,16 +34,16 @@ def delays(steps=STEPS, **options):
 
         return jax.lax.scan(step, ([x], mixer.init([x])), jnp.arange(steps, dtype=jnp.int32))[1]
 
-    sent_NxT = np.asarray(w.jit(run, (0,))(jnp.zeros((N, 1))))  # (x_i' + x_{i−1}') / 2 of what was sent
+    sent_NxT = np.asarray(w.jit(run, (0,))(jnp.zeros((N, 1))))  # (x_i' + x_{i−1}') / 2 of the sent values
     sum_TxN = 2 * sent_NxT.T - 2 * np.arange(steps)[:, None]
     return -sum_TxN
 
 
 def dense(tau_TxN, order, name="one_peer_exponential"):
-    """Worker by worker, from all parameters so far."""
+    """Worker by worker, from the history of all parameters."""
     topology = topology_lib.make(name, N)
     path, start = [np.tile(X0, (N, 1))], np.tile(X0, (N, 1))
-    seen = []  # What workers have when they exchange.
+    seen = []  # values at the time of the exchange
     x = start
     for t in range(STEPS):
         if order == "atc":
@@ -74,7 +74,7 @@ def test_without_delay_it_is_plain_gossip():
 
 @pytest.mark.parametrize("draw, mean", [("constant", 2.0), ("uniform", 1.0), ("geometric", 0.75)])
 def test_delays_have_their_distribution(draw, mean):
-    """On the directed ring a worker receives its own and one other delay; both are in 0 … D."""
+    """On the directed ring a worker sees its own delay and one other; both are in 0 … D."""
     both = delays(600, delay=2, draw=draw)[10:]
     assert both.min() >= 0 and both.max() == 4
     assert abs(both.mean() / 2 - mean) < 0.05

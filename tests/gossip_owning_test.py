@@ -1,4 +1,4 @@
-"""Mixers that own the parameters: push-sum's weights, and what becomes of memories when replicas are replaced."""
+"""Mixers that own the parameters: push-sum's weights, and what happens to memories when replicas are replaced."""
 
 import functools
 
@@ -75,7 +75,7 @@ def test_push_sum_damps_its_own_weights():
     ],
 )
 def test_replicas_that_were_replaced_by_their_average_stay_equal(name, order):
-    """Over 20 steps without a gradient, after 20 with one; and the average is what the mixer preserves."""
+    """Over 20 steps without a gradient, after 20 with one; the average is the one that the mixer preserves."""
     w = workers("devices", 2 if "nodes" in name else 1)
     with jax.enable_x64(True):
         mixer = mixers()[name](Channel(w.axis))
@@ -107,11 +107,11 @@ def test_replicas_that_were_replaced_by_their_average_stay_equal(name, order):
         np.testing.assert_allclose(jax.vmap(flat)(together.params), np.tile(expected, (N, 1)), rtol=0, atol=1e-12)
         _, after, y = path(together, 0.0)
         np.testing.assert_allclose(mean(after, y), np.tile(expected, (len(after), 1)), rtol=0, atol=1e-12)
-        if name == "push_sum":  # What it encodes are y_i z_i: noise of the size of what they differed by, which fades.
+        if name == "push_sum":  # it encodes y_i z_i: noise of the size of the former disagreement, which decays
             assert np.abs(before[-1].mean(axis=0) - expected).max() > 1e-3, "weights made no difference"
             assert np.ptp(after[-1], axis=0).max() < 1e-3 * np.ptp(before[-1], axis=0).max()
         else:
             assert np.ptp(after, axis=1).max() < 1e-12
-        if name == "dcd":  # Neighbours that have not been told go on from what they knew.
+        if name == "dcd":  # uninformed neighbors would continue from their old estimates
             _, untold, _ = path(together._replace(opt_state=apart.opt_state), 0.0)
             assert np.ptp(untold[0], axis=0).max() > 1e-3

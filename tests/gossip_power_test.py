@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def power(W, rank, start, order):
-    """Dense PowerGossip: q and p of every edge {i < j}, as the paper's algorithm has them."""
+    """Dense PowerGossip: q and p of every edge {i < j}, as in the paper's algorithm."""
     q0, p0 = start
     memory, size = {}, math.prod(MATRIX)
     x = np.tile(X0, (N, 1))

@@ -1,4 +1,4 @@
-"""Mixers against the dense matrix: the distributed program must compute W x, on devices and simulated."""
+"""Mixers against the dense matrix: the distributed program computes W x, on devices and simulated."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ def assert_trees_close(actual, expected, atol=2e-6):
 
 
 def run(mode, mixer, tree, phases, local_size=1):
-    """Mixes `tree` once per phase, from the same start; one compilation for all."""
+    """Mix `tree` once per phase, from the same start; one compilation for all."""
     w = workers(mode, local_size)
 
     def each(params):
@@ -93,7 +93,7 @@ def test_mixing_with_a_codec_keeps_the_mean_and_sends_what_it_declares(name, cod
 def test_given_matrices_mix():
     rng = np.random.default_rng(1)
     W_NxN = rng.random((N, N)) * (rng.random((N, N)) < 0.4) + np.eye(N)
-    for _ in range(1000):  # Rows and columns sum to one.
+    for _ in range(1000):  # doubly stochastic
         W_NxN /= W_NxN.sum(axis=0)
         W_NxN /= W_NxN.sum(axis=1, keepdims=True)
     tree = stacked_tree()
@@ -104,7 +104,7 @@ def test_given_matrices_mix():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_rounds_per_step_follow_the_schedule(mode):
-    topology = topology_lib.make("one_peer_exponential", N)  # Period 3.
+    topology = topology_lib.make("one_peer_exponential", N)  # period 3
     mixer = gossip.exact(topology, rounds=2, channel=Channel(workers(mode).axis))
     tree = stacked_tree()
     for step, mixed in enumerate(run(mode, mixer, tree, [mixer.phase(step) for step in range(6)])):
@@ -227,7 +227,7 @@ def test_sixteen_bit_parameters_are_averaged_in_float32():
     expected = dense(topology.matrix(0), {"x": np.asarray(x, np.float32)})["x"].astype(np.float32)
     mixed = run("devices", gossip.exact(topology), {"x": x}, [0])[0]["x"]
     assert mixed.dtype == jnp.bfloat16
-    # One rounding of the exact mean: half a unit in the last of 8 bits, with a little room for the sum's own error.
+    # One rounding of the exact mean: half a unit in the last of 8 bits, plus a small margin for the sum's own error.
     np.testing.assert_allclose(mixed.astype(np.float32), expected, rtol=2**-8 * 1.02, atol=1e-6)
 
 
@@ -267,7 +267,7 @@ def test_exchange_check_passes_on_every_topology_and_catches_a_broken_one():
             gossip.check_exchange(workers(mode), topology_lib.make(name, N, **NODE_OPTIONS.get(name, {})))
 
     class Lying(topology_lib.Topology):
-        """Promises another matrix than its rounds execute, as a compiler defect would make it look."""
+        """Declares another matrix than its rounds execute, like a compiler defect."""
 
         def matrix(self, phase):
             W_NxN = super().matrix(phase)
@@ -281,7 +281,7 @@ def test_exchange_check_passes_on_every_topology_and_catches_a_broken_one():
 
 @pytest.mark.parametrize("name", ["ring", "one_peer_exponential"])
 def test_a_message_of_several_arrays_arrives_as_one(name, monkeypatch):
-    """As between CPU processes: the bytes of all arrays in one collective, shifted or swapped, each array bit for bit."""
+    """Like between CPU processes: the bytes of all arrays in one collective, shifted or swapped, every array bit-equal."""
     monkeypatch.setattr(mesh.axis, "between_cpu_processes", lambda: True)
     w, rng = workers("devices"), np.random.default_rng(0)
     message = {
@@ -302,7 +302,7 @@ def test_a_message_of_several_arrays_arrives_as_one(name, monkeypatch):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_exchange_check_sees_every_permutation_and_type(mode, monkeypatch):
-    """The defect zeroes what it hits: values of some types, or permutations of which a round as a whole has none."""
+    """The defect zeroes what it affects: values of some dtypes, or permutations of a kind that a full round never uses."""
     w, topology, intact = workers(mode), topology_lib.make("ring", N), mesh.Axis.exchange
     power = gossip.power_gossip(topology, rank=1, channel=Channel(w.axis))
     gossip.check_exchange(w, topology, power.permutations)
@@ -315,6 +315,6 @@ def test_exchange_check_sees_every_permutation_and_type(mode, monkeypatch):
     with pytest.raises(RuntimeError, match="did not receive the uint16 values of worker"):
         gossip.check_exchange(w, topology)
     zeroed(lambda x, pairs: set(pairs) in matchings)
-    gossip.check_exchange(w, topology)  # The ring's own two shifts are intact.
+    gossip.check_exchange(w, topology)  # the ring's own two shifts are intact
     with pytest.raises(RuntimeError, match="did not receive the uint8 values of worker"):
         gossip.check_exchange(w, topology, power.permutations)

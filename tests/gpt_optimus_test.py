@@ -1,4 +1,4 @@
-"""The published models in shapes only; the tiny one in a few steps."""
+"""The published models as shapes only; the tiny one for a few steps."""
 
 import json
 import os
@@ -47,7 +47,7 @@ print(json.dumps(found))
 
 
 def test_the_published_models_in_shapes(tmp_path):
-    """The whole train state and a whole step of 128 devices; nothing is computed or held."""
+    """The whole train state and a whole step of 128 devices; nothing is computed or allocated."""
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(97, 123)) * 200)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
@@ -59,12 +59,12 @@ def test_the_published_models_in_shapes(tmp_path):
         assert abs(of["params"] / (billions * 1e9) - 1) < 0.05
         assert of["same"] and of["loss"] == [4, 4] and of["devices"] == 128 and of["microbatch"] == 8
         # A stage's quarter of the layers and its table: parameters and two moments in float32, divided by 8 devices. PowerSGD's
-        # errors lie whole on each of them; of a message between stages, 8 sequences of 1024, each has its own. Factors and norms come
-        # on top.
+        # errors are whole on each of them; of a message between stages, 8 sequences of 1024, each has its own. Factors and norms
+        # are added.
         table, layers = 51200 * width, (of["params"] - 51200 * width) / 4
         held = 12 / 8 * (layers + table) + 4 * layers + 4 * 1024 * width
         assert held < of["shard_bytes"] < 1.02 * held
-        # What a device sends to another stage: its eighth of 8192 rows as they are, or factors of that; and half of a table's columns.
+        # What a device sends to another stage: its eighth of 8192 rows, uncompressed or as factors; and half of a table's columns.
         dense, p, q = f"u16[1,1024,{width}]", "u16[1024,16]", f"u16[16,{width}]"
         assert of["sent"] == sorted([dense, p, q, f"f32[51200,{width // 2}]"])
         ratio = 1024 * width / (16 * (1024 + width))

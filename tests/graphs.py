@@ -1,4 +1,4 @@
-"""What tests of topologies share: which sizes exist, and mixing matrices written from their definitions."""
+"""Shared by tests of topologies: the sizes that exist, and mixing matrices written from their definitions."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ import numpy as np
 
 SIZES = range(2, 34)
 
-# name -> (sizes it exists for with default options, what the error has to say otherwise)
+# name -> (sizes that exist with default options, what the error must say otherwise)
 EXISTS = {
     "torus": (lambda n: any(n % r == 0 for r in range(2, math.isqrt(n) + 1)), "sides of at least 2"),
     "one_peer_torus": (lambda n: n % 4 == 0, "even"),

@@ -1,4 +1,4 @@
-"""GraVAC with measured speed in training: what its state is told, compilation, resuming, and what is refused."""
+"""GraVAC with measured speed in training: inputs of its state, compilation, resuming, and refused configs."""
 
 import itertools
 import shutil
@@ -27,7 +27,7 @@ def config_of(reducer="window=4,speed=measured", method="allreduce", **fields):
 
 
 class Clock:
-    """Seconds that are given for each time it is read."""
+    """A clock that returns the next of these times whenever it is read."""
 
     def __init__(self, steps_s):
         self.ends_s = itertools.accumulate(steps_s)
@@ -46,7 +46,7 @@ def told(monkeypatch):
 
 @pytest.fixture
 def clock_of(monkeypatch):
-    """Sets the seconds that the clock advances each time it is read."""
+    """Set the seconds by which the clock advances whenever it is read."""
     return lambda steps_s: monkeypatch.setattr(pace, "clock", Clock(steps_s))
 
 
@@ -66,12 +66,12 @@ def test_the_state_is_told_the_median_of_each_window_without_its_first_step(told
     assert told == [1.25, 0.75, 6.0, 2.0]
     assert rungs == [0] * 4 + [1] * 4 + [2] * 4 + [1] * 4
     np.testing.assert_allclose(state.opt_state.reducer.rate[0], [1 / 1.25, 1 / 2.0, 1 / 6.0, 0])
-    trained(trainer, [16, 17, 19], state)  # As after a restart: of the steps since then only one end is known.
+    trained(trainer, [16, 17, 19], state)  # as after a restart: of the steps since then only one end is measured
     assert np.isnan(told[-1])
 
 
 def test_a_run_that_starts_afresh_within_a_window_is_judged_all_the_same(clock_of):
-    """Reducers start afresh where a run goes on with another number of workers, at whatever step that is."""
+    """Reducers are reset where a run continues with another number of workers, at any step."""
     trainer = trainer_of(config_of())
     clock_of([1, 4, 70, 3, 3, 3, 70, 2, 2, 2])
     _, rungs = trained(trainer, range(2, 12))
@@ -91,7 +91,7 @@ def test_it_compiles_nothing_when_the_rung_changes(caplog, clock_of):
 
 @pytest.mark.parametrize("method", ["diloco", "slowmo"])
 def test_windows_begin_after_the_exact_steps_and_count_outer_steps(method, told, clock_of):
-    """These average every other step: two steps are one, of which each takes half."""
+    """These average every other step: two steps count as one, and each takes half."""
     trainer = trainer_of(config_of("window=3,speed=measured", f"{method},every=2", **{"reducer.start": 2}))
     clock_of([70, 2, 4, 80, 6, 10])
     state, counts = trainer.init(), []
@@ -100,7 +100,7 @@ def test_windows_begin_after_the_exact_steps_and_count_outer_steps(method, told,
         counts.append(len(told))
     assert told == [1.5, 4.0] and counts == [0] * 9 + [1] * 6 + [2]
     *_, zero, one, two, three = np.asarray(jax.vmap(trainer.method.usage)(state.opt_state)[0]).tolist()
-    assert (zero, one, two, three) == (3, 3, 0, 0)  # The second rung had taken longer.
+    assert (zero, one, two, three) == (3, 3, 0, 0)  # the second rung took longer
     assert trainer.bytes_by_usage(state) > 0
 
 

@@ -1,4 +1,4 @@
-"""--help of every command says in one line what it answers, and has examples that its flags allow."""
+"""--help of every command summarizes it in one line, and has examples that its flags accept."""
 
 import ast
 import functools
@@ -15,7 +15,7 @@ STARTED = re.compile(r"^    (?:command|script)\.run\(", re.MULTILINE)
 
 
 def modules():
-    """Those that a user starts; others with a main part, as in experiments/bench/cluster, are started by them."""
+    """Commands for users; others with a main part, as in experiments/bench/cluster, are started by them."""
     found = [path for top in ("launch", "experiments", "experiments/bench") for path in sorted((commands.ROOT / top).glob("*.py"))]
     return [".".join(path.relative_to(commands.ROOT).with_suffix("").parts) for path in found if STARTED.search(path.read_text())]
 
@@ -28,7 +28,7 @@ def docstring(module):
 
 
 def examples(text):
-    """Command lines of a docstring, as (module, its words, the words behind `--`)."""
+    """Return the command lines of a docstring as (module, its words, the words after `--`)."""
     found = []
     for line in text.replace("\\\n", " ").splitlines():
         if line.startswith("    ") and (command := re.search(r"\bpython -m ([\w.]+)(.*)", line)):
@@ -46,7 +46,7 @@ def told(module):
 
 
 def known(module):
-    """Names of its flags."""
+    """Return the names of its flags."""
     return {
         name
         for names in re.findall(r"^ +-\w,--(?:\[no\])?(\w+)|^ +--(?:\[no\])?(\w+)", told(module), re.MULTILINE)
@@ -55,7 +55,7 @@ def known(module):
 
 
 def check(module, words):
-    """That a command has the flags and files of an example, and its config the shorthand."""
+    """Check that a command has the flags and files of an example, and its config the shorthand."""
     for word in words:
         if flag := re.match(r"--(\w+)", word):
             assert flag[1] in known(module), f"{module} has no --{flag[1]}"

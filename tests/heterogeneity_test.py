@@ -1,4 +1,4 @@
-"""experiments.heterogeneity: its claims are judged by intervals, and the whole way with tiny models."""
+"""experiments.heterogeneity: its claims are judged by intervals, and it runs from start to end with tiny models."""
 
 import io
 
@@ -20,7 +20,7 @@ def test_claims_are_judged_by_intervals():
     assert judged(result(0.8, 0.81, 0.82), result(0.9, 0.91, 0.92)) == "-0.1000, NO"
     assert judged(result(0.80, 0.85, 0.90), result(0.79, 0.84, 0.89)) == "+0.0100, undecided"
     assert judged(result(None), result(0.8, 0.9)) == "a diverged"
-    assert judged(result(0.9, 0.91), result(0.8, 0.81, None)) == "b diverged"  # What is left may be luck.
+    assert judged(result(0.9, 0.91), result(0.8, 0.81, None)) == "b diverged"  # the rest may be chance
 
 
 def test_a_column_for_each_part_and_a_row_for_each_claim():
@@ -35,7 +35,7 @@ def test_a_column_for_each_part_and_a_row_for_each_claim():
 
 
 def test_the_whole_way_with_tiny_models(tmp_path):
-    for _ in range(2):  # The second time from the results log.
+    for _ in range(2):  # the second time from the results log
         done = commands.run("experiments.heterogeneity", f"--out={tmp_path}", "--only=dirichlet_0.1", "--smoke")
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "smoke/heterogeneity.png").read_bytes().startswith(b"\x89PNG") and studies.RELAY in done.stdout

@@ -1,4 +1,4 @@
-"""What tests of methods for different data share: N workers with a quadratic each, in float64, and the path of a method on them."""
+"""Shared by tests of methods for heterogeneous data: N workers with a quadratic each, in float64, and a method's path on them."""
 
 from collections.abc import Callable
 import functools
@@ -30,7 +30,7 @@ def gradients(x_NxP: np.ndarray) -> np.ndarray:
 
 
 def error(x_NxP: np.ndarray) -> float:
-    """The mean squared distance of the workers from the optimum."""
+    """Return the mean squared distance of the workers from the optimum."""
     return float(((x_NxP - OPTIMUM) ** 2).sum(axis=-1).mean())
 
 
@@ -40,7 +40,7 @@ def workers(mode: str):
 
 
 def period(method: Method) -> int:
-    """The number of steps after which the phases repeat."""
+    """Return the number of steps after which the phases repeat."""
     phases = [method.phase(step) for step in range(256)]
     return next(p for p in range(1, 129) if phases[p:] == phases[:-p])
 
@@ -66,7 +66,7 @@ class Path:
             assert self.x.dtype == np.float64
 
     def sent_and_declared(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that each worker sends in a period, [N]: in the compiled program, and by the method's formula."""
+        """Return the bytes that each worker sends in a period, [N]: in the compiled program, and by the method's formula."""
         one, phases = jax.ShapeDtypeStruct((P,), jnp.float64), map(self.method.phase, range(self.period))
         with jax.enable_x64(True):
             declared = [self.method.num_bytes(one, phase) for phase in phases]
@@ -90,7 +90,7 @@ def _whole(method, period, steps, x_P, h_PxP, b_P):
 
 
 def assert_follows(path: Path, reference, atol: float = 1e-11) -> None:
-    """The path is that of a generator of x_NxP after each step."""
+    """Check that the path equals that of a generator of x_NxP after each step."""
     expected = np.stack([np.tile(X0, (N, 1)), *itertools.islice(reference, len(path.x) - 1)])
     assert np.abs(expected).max() < 50, "the reference itself diverges"
     np.testing.assert_allclose(path.x, expected, rtol=0, atol=atol)

@@ -1,4 +1,4 @@
-"""Strangers at every listener of an elastic run: what they connect with and send changes nothing for its members.
+"""Strangers at every listener of an elastic run: nothing they send affects the members.
 
 The seed and the number of strangers are the test's parameters; the larger number is among the slow tests.
 """
@@ -20,12 +20,12 @@ import zmq
 from decjax.elastic.keys import Keys
 from tests.elastic_test import KEYS, Band, groups, together
 
-MOST_HELD = 100  # connections that stay open at a time
+MOST_HELD = 100  # connections open at a time
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1
 
 
 def raw(chance):
-    """What a stranger sends that speaks no ZeroMQ, or stops in its middle."""
+    """Bytes of a stranger that does not speak ZeroMQ, or stops midway."""
     mechanism = chance.choice([b"CURVE", b"PLAIN", b"NULL", b"GSSAPI"]).ljust(20, b"\0")
     greeting = GREETING[:12] + mechanism + GREETING[32:]
     huge = chance.choice([2**20, 2**31, 2**40, 2**63 - 1, 2**64 - 1]).to_bytes(8, "big")
@@ -45,7 +45,7 @@ def raw(chance):
 
 
 def speaks(context, address, chance):
-    """A stranger with ZeroMQ, and keys or a password of its own."""
+    """A stranger with ZeroMQ and its own keys or password."""
     wrong = context.socket(chance.choice([zmq.DEALER, zmq.PUSH]))
     wrong.linger = 0
     kind = chance.randrange(3)
@@ -60,7 +60,7 @@ def speaks(context, address, chance):
 
 
 def attack(addresses, seed, count):
-    """Connects so many strangers to the addresses in turn."""
+    """Connect so many strangers to the addresses in turn."""
     chance, held, context = random.Random(seed), [], zmq.Context()
     for number, address in zip(range(count), itertools.cycle(addresses)):
         if number % 10 == 0:
@@ -100,7 +100,7 @@ def test_strangers_change_nothing(count, encrypt):
                 over.set()
 
         def trains(group):
-            """Sums in rings until the attack is over, as many times as the others."""
+            """Sum in rings until the attack is over, as many times as the others."""
             steps = 0
             while not group.channel.ring_sum(np.array([float(over.is_set())]), range(3))[0]:
                 total = group.channel.ring_sum(np.full(1000, group.index + 1.0), range(3))
@@ -117,7 +117,7 @@ def test_strangers_change_nothing(count, encrypt):
 
 
 def test_exhausted_descriptors_are_no_end():
-    """Strangers take them all; when they let go, a process joins and messages pass as before."""
+    """Strangers occupy all connections; when they release them, a process joins and messages pass as before."""
     band, held = Band(3), []
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

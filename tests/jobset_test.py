@@ -1,7 +1,8 @@
-"""The JobSet of docs/launching.md has the fields and types of its schema, and says the same in all places.
+"""The JobSet of docs/launching.md has the fields and types of its schema, and its values are consistent.
 
-The fields are those of `api/jobset/v1alpha2/jobset_types.go` of kubernetes-sigs/jobset at commit 0336a8f, and of JobSpec, PodSpec and
-Container in Kubernetes 1.31 (`batch/v1`, `v1`), as far as a training needs them: the API server would drop, or refuse, any other.
+The fields are those of `api/jobset/v1alpha2/jobset_types.go` of kubernetes-sigs/jobset at commit 0336a8f, and of JobSpec, PodSpec
+and Container in Kubernetes 1.31 (`batch/v1`, `v1`), as far as a training job needs them: the API server would drop or refuse any
+other.
 """
 
 import pathlib
@@ -16,7 +17,7 @@ PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs/launching.md"
 
 
 class Required(str):
-    """A field that has to be there."""
+    """A required field."""
 
 
 ANY = object()
@@ -95,7 +96,7 @@ JOBSET = {
 
 
 def faults(value, schema, where="manifest"):
-    """What of a value is not of a schema: a type or types, a set of words, a pattern, a list of one schema, or fields."""
+    """Yield the violations of a schema: a type or types, a set of words, a pattern, a list of one schema, or fields."""
     if isinstance(schema, dict):
         if not isinstance(value, dict):
             return [f"{where} is no section"]
@@ -143,7 +144,7 @@ def test_it_says_the_same_everywhere(manifest):
     assert f"workers={flags['num_processes']}" in flags["config"]
     (rule,) = spec["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [command.USER_ERROR, command.DIVERGED]
-    assert rule["onExitCodes"]["containerName"] == container["name"] and pod["restartPolicy"] == "Never"  # which the rule needs
+    assert rule["onExitCodes"]["containerName"] == container["name"] and pod["restartPolicy"] == "Never"  # required by the rule
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert any(flags["workdir"].startswith(mount["mountPath"]) for mount in container["volumeMounts"])
 

@@ -1,5 +1,6 @@
-"""Processes find each other by what a cluster tells them, without flags: the variables of `srun` and of Open MPI 4, set by hand; and
-where there is an `mpirun`, by that."""
+"""Processes find each other from the cluster's environment, without flags: variables of `srun` and Open MPI 4, set by hand; and
+with a real `mpirun`, where there is one.
+"""
 
 import os
 import shutil
@@ -14,7 +15,7 @@ from launch.processes import free_port
 from tests.commands import ROOT
 
 PROCESSES = 2
-# What launch/join.py and jax.distributed read; docs/launching.md names the same.
+# The variables read by launch/join.py and jax.distributed; docs/launching.md names the same ones.
 SLURM = {
     "SLURM_JOB_ID": "1",
     "SLURM_STEP_NODELIST": "localhost",
@@ -35,7 +36,7 @@ MPI = {
     [
         (SLURM | {"SLURM_STEP_NUM_TASKS": f"{PROCESSES}"}, []),
         (MPI, []),
-        (SLURM, ["--coordinator=auto", f"--num_processes={PROCESSES}"]),  # As in Kubernetes: only jax.distributed knows.
+        (SLURM, ["--coordinator=auto", f"--num_processes={PROCESSES}"]),  # as in Kubernetes: only jax.distributed reads it
     ],
     ids=["srun", "mpirun", "auto"],
 )
@@ -90,7 +91,7 @@ def test_mpirun_needs_no_flags(tmp_path):
 )
 def test_a_process_leaves_at_once_and_says_why(monkeypatch, capsys, error, code, said):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(os, "_exit", sys.exit)  # The real one would end this process.
+    monkeypatch.setattr(os, "_exit", sys.exit)  # the real one would end this process
     with pytest.raises(SystemExit) as left, join.leaving_at_once((ValueError,), "run the same command again"):
         raise error
     assert left.value.code == code and said in capsys.readouterr().err

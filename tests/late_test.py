@@ -1,4 +1,4 @@
-"""Gradients that come late by stage: against a dense reference, the limits, a pipeline of a model, and what is refused."""
+"""Gradients delayed by stage: against a dense reference, limits, a pipelined model, and refused configs."""
 
 import functools
 
@@ -24,7 +24,7 @@ STAGE = Axis("stage")
 
 
 def trajectory(delay, inner):
-    """[STEPS + 1, S, P]: S stages that hold P of the parameters of ½ ‖Ax − b‖² each."""
+    """Return [STEPS + 1, S, P]: S stages with P of the parameters of ½ ‖Ax − b‖² each."""
     tx = late_gradients(inner, S, STAGE, delay=delay) if delay else inner
 
     def step(x_P, state):
@@ -45,7 +45,7 @@ def trajectory(delay, inner):
 
 @pytest.mark.parametrize("delay", (1, 2))
 def test_late_gradients_are_the_dense_reference(delay):
-    """x_s(t + 1) = x_s(t) − α d(∇F(x(t − τ_s))_s) with Adam d, nothing before step τ_s = δ (S − 1 − s)."""
+    """x_s(t + 1) = x_s(t) − α d(∇F(x(t − τ_s))_s) with Adam d, and no change before step τ_s = δ (S − 1 − s)."""
     xs, adams = [X0.reshape(S, P)], [DenseAdam() for _ in range(S)]
     for t in range(STEPS):
         x = xs[-1].copy()
@@ -87,7 +87,7 @@ def test_what_cannot_be_late_is_refused(shorthand, said):
 
 
 def test_pipelines_that_do_not_wait_train_and_average_every_few_steps(launch):
-    """Ravnest's form; and with nothing late and an average in every step, plain SGD is that of all-reduced gradients."""
+    """Ravnest's form; without delay and with an average in every step, plain SGD equals SGD on all-reduced gradients."""
     fields = {"model.depth": 2, "log_every": 1, "clip_norm": 0.0}
     ravnest, at_once, synchronous = (
         losses(launch(f"{STAGED},optimizer=sgd,{shorthand}", **fields)[0])

@@ -1,4 +1,4 @@
-"""launch/train.py as a user runs it: one line for every mistake, and signals from which a run continues bit for bit."""
+"""launch/train.py as a user runs it: one line per error, and signals after which a run continues bit for bit."""
 
 import copy
 import json
@@ -27,19 +27,19 @@ TINY = [
     "--config.model.context=8",
     "--config.data.sample_bytes=4",
 ]
-EVERY, STEPS = 200, 600  # So many that a run is still under way when a signal reaches it, twice.
+EVERY, STEPS = 200, 600  # enough steps that a run is still under way when two signals reach it
 LONG = [f"--config.steps={STEPS}", "--config.log_every=4", f"--config.eval.every={EVERY}", f"--config.checkpoint.every={EVERY}"]
 
 
 class Place:
-    """A folder with a text, and `launch.train` started in the repository's root."""
+    """A directory with a text, and `launch.train` started in the repository's root."""
 
     def __init__(self, folder):
         self.folder = folder
         self.text = folder / "text"
         self.text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
         (folder / "empty").touch()
-        # Every program compiles once for all runs here.
+        # Every program is compiled once for all runs here.
         self.environment = os.environ | {
             "JAX_COMPILATION_CACHE_DIR": os.environ.get("DECJAX_TEST_CACHE") or str(folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -58,7 +58,7 @@ class Place:
         )
 
     def interrupt(self, command, number):
-        """Runs until the first line with a loss, then sends a signal; returns the exit code and all lines of stdout."""
+        """Run until the first line with a loss, then send a signal; return the exit code and all lines of stdout."""
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=self.environment
         ) as process:
@@ -79,12 +79,12 @@ def place(tmp_path_factory):
 
 
 def forked(command, **environment):
-    """Runs a command of `Place`, quicker where no signal is meant to reach it."""
+    """Run a command of `Place`; faster, for commands that receive no signal."""
     return commands.run(*command[2:], **environment)
 
 
 def one_error(result, code=2):
-    """The only line on stderr, without its prefix."""
+    """Return the only line on stderr, without its prefix."""
     assert result.returncode == code, result.stderr + result.stdout
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
@@ -94,7 +94,7 @@ def one_error(result, code=2):
 
 # -- Bad input --------------------------------------------------------------------------------------------------------
 
-# name -> (arguments, shorthand, workdir, the value that is named, the fix)
+# name -> (arguments, shorthand, workdir, the value named in the error, the fix)
 MISTAKES = {
     "unknown topology": ([], "smoke,workers=2,topology=moebius", "a", "'moebius'", "one_peer_exponential"),
     "graph of one worker": ([], "smoke,workers=1,topology=ring", "a", "'ring'.*got 1", "method 'local'"),
@@ -196,7 +196,7 @@ def test_fields_that_the_config_has_are_taken():
         (("a:1", 2, 5), "--process_index=5", "from 0 to 1"),
         (("a:1", 0, 0), "--num_processes=0", "at least 1"),
         (("a", 1, 0), "--coordinator=a:", "HOST:PORT"),
-        (("a:65536", 1, 0), "--coordinator=a:65536", "PORT ≤ 65535"),  # JAX would wait for it for minutes.
+        (("a:65536", 1, 0), "--coordinator=a:65536", "PORT ≤ 65535"),  # JAX would wait for it for minutes
         (("no such host:1", 1, 0), "--coordinator=no such host:1", "HOST:PORT"),
         ((None, 2, None), "--num_processes=2", "--coordinator=HOST:PORT"),
         (("a:1", 2, None), "needs", "--process_index"),
@@ -267,7 +267,7 @@ def finished(place):
 
 
 def summary(workdir):
-    """What the run ended with, apart from time."""
+    """Return the final results except times."""
     return {key: value for key, value in json.loads((workdir / "summary.json").read_text()).items() if key != "time_s"}
 
 
@@ -293,7 +293,7 @@ def test_signals_stop_a_run_that_then_continues_bit_for_bit(place, finished):
         step = int(re.search(r"saved step (\d+)", told[0])[1])
         assert stopped_at < step < STEPS and (workdir / "checkpoints" / str(step)).is_dir()
         assert not (workdir / "summary.json").exists()
-        # The last line is the command that continues.
+        # The last line is the command that continues the run.
         python, *arguments = shlex.split(lines[-1])
         assert python == "python" and arguments == command[1:]
         command, stopped_at = [sys.executable, *arguments], step
@@ -304,14 +304,14 @@ def test_signals_stop_a_run_that_then_continues_bit_for_bit(place, finished):
     ours, theirs = evaluations(workdir), evaluations(finished)
     assert STEPS in ours and set(ours) <= set(theirs) == {EVERY, 2 * EVERY, STEPS}
     assert all(ours[step] == theirs[step] for step in ours)
-    assert summary(finished)["eval_loss"] < 4  # of ln 256 = 5.5: there was something to disturb
+    assert summary(finished)["eval_loss"] < 4  # of ln 256 = 5.5: the model had learned something that could be disturbed
 
 
 def damage(workdir, how):
-    """Damages the newest checkpoint's state; the run counts as unfinished.
+    """Damage the newest checkpoint's state; the run counts as unfinished.
 
-    All large files of it are damaged, because arrays may stand in several of which one is read. Arrays with flipped bits Orbax
-    reads back without complaint.
+    All its large files are damaged, because an array may be stored in several files of which one is read. Orbax reads arrays with
+    flipped bits without complaint.
     """
     (workdir / "summary.json").unlink()
     files = (workdir / "checkpoints" / str(STEPS) / "state").rglob("*")
@@ -369,7 +369,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(place, finished
 
 @pytest.mark.parametrize("every, what", [(4, "metrics of step"), (EVERY, f"checkpoint of step {EVERY}")])
 def test_a_full_disk_is_one_line(place, finished, every, what):
-    """No file may grow as large as the events of many rows, or a checkpoint. Programs are those of `finished`, cached already."""
+    """A file-size limit below the event file or a checkpoint. The programs are those of `finished`, already cached."""
     room = resource.getrlimit(resource.RLIMIT_FSIZE)
     command = place.command(*LONG, f"--config.log_every={every}", workdir=f"full{every}")
     result = subprocess.run(
@@ -387,7 +387,7 @@ def test_a_full_disk_is_one_line(place, finished, every, what):
 
 
 def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(place):
-    """Step 1 moves the parameters by 10⁹, which is still finite and saved; two steps later the loss is not."""
+    """Step 1 moves the parameters by 10⁹, which is finite and saved; two steps later the loss is not."""
     command = place.command(
         "--config.schedule.learning_rate=1e10",
         "--config.clip_norm=0",

@@ -1,4 +1,4 @@
-"""What happens to a launcher, and to what it prints to: terminals that close, readers that go, kills, exhausted descriptors."""
+"""Faults of a launcher and its output: closed terminals, readers that exit, kills, exhausted file descriptors."""
 
 import concurrent.futures
 import errno
@@ -18,7 +18,7 @@ import pytest
 from launch import command, elastic, processes
 from tests.local_test import ROOT, TIMEOUT_S
 
-# Saves after SIGTERM as a run does, which prints first and takes its time.
+# Saves after SIGTERM like a run: it prints first and takes its time.
 SAVES = """
 import pathlib, signal, sys, time
 from launch import command
@@ -37,7 +37,7 @@ def main(argv):
 
 command.run(main)
 """
-# Runs that as a launcher does.
+# Runs that script as a launcher does.
 LAUNCHES = """
 import sys
 from launch import command, processes
@@ -60,14 +60,14 @@ def wait_for(condition):
 
 
 def test_a_terminal_that_closes_ends_a_run_which_saves(tmp_path):
-    """The shell passes SIGHUP on, and the kernel sends it as well; from then on nothing can be printed."""
+    """The shell passes SIGHUP on, and the kernel sends it as well; from then on printing fails."""
     ours, theirs = pty.openpty()
     process = launched(tmp_path, stdout=theirs, stderr=theirs)
     os.close(theirs)
     os.close(ours)
     for _ in range(2):
         process.send_signal(signal.SIGHUP)
-        time.sleep(0.2)  # Signals of one kind that wait are one.
+        time.sleep(0.2)  # pending signals of one kind are merged
     assert process.wait(TIMEOUT_S) == 128 + signal.SIGHUP
     assert (tmp_path / "saved").exists()
 
@@ -90,7 +90,7 @@ def test_nohup_goes_on(tmp_path):
 
 
 def test_a_reader_that_goes_changes_nothing(tmp_path):
-    """As with `2>&1 | head`."""
+    """Like `2>&1 | head`."""
     process = launched(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     process.stdout.close()
     process.terminate()
@@ -115,7 +115,7 @@ def test_a_killed_launcher_leaves_no_folder():
 
 @pytest.mark.parametrize("option", ["--elastic", "--chaos=kill=1@60s", "--num_processes=3"])
 def test_an_option_of_the_launcher_behind_the_dashes_is_named(option):
-    """`--elastic` would take the next option for its value."""
+    """`--elastic` would take the next option as its value."""
     with pytest.raises(command.UserError, match=f"{option.partition('=')[0]} is an option of the launcher.*before --"):
         processes.check("launch.train", ["--config=configs/lm.py", option, "--workdir=runs/lm"])
 
@@ -134,7 +134,7 @@ def test_more_processes_than_a_machine_holds_are_refused(count):
 
 
 class Ended:
-    """A process that has ended with an error of its own."""
+    """A process that ended with its own error."""
 
     code, index = 1, 0
 
@@ -155,7 +155,7 @@ def now_s(monkeypatch):
 
 def test_errors_of_one_place_end_a_run_only_within_an_hour(now_s, capsys):
     slot = elastic._Slot(0, lambda index: Ended())
-    for _ in range(10):  # Weeks apart.
+    for _ in range(10):  # weeks apart
         now_s[0] += 10 * 24 * 3600
         assert elastic._ended(slot, stopping=False) is None
     assert elastic._ended(slot, stopping=False) is None
@@ -197,7 +197,7 @@ def test_an_address_that_is_not_reached_is_told_once(now_s, capsys):
         now_s[0] = 100.0
         address_check.look()
     assert not capsys.readouterr().err
-    for _ in range(3):  # Nothing listens there any more.
+    for _ in range(3):  # nothing listens there any more
         now_s[0] += 100.0
         address_check.look()
     assert capsys.readouterr().err.count("is unreachable (Connection refused)") == 1

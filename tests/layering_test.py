@@ -1,4 +1,4 @@
-"""Who may import whom, as the architecture's table says, and what only `mesh` may contain; read with `ast`."""
+"""Import rules of the architecture's table, and what only `mesh` may contain; checked with `ast`."""
 
 import ast
 import importlib
@@ -12,7 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOP_LEVEL = ("configs", "decjax", "experiments", "launch", "tests")
 
-# Part of decjax -> the other parts it may import. A new part is entered here, or its test fails.
+# Part of decjax -> the other parts it may import. A new part must be added here.
 BASE = {"options", "typing", "jaxprs", "mesh", "buckets", "codecs", "channel", "phases", "registry", "noise"}
 MAY_IMPORT = {
     "options": set(),
@@ -44,7 +44,7 @@ MAY_IMPORT["config"] = set(MAY_IMPORT)
 MAY_IMPORT["train"] = set(MAY_IMPORT)
 MAY_IMPORT["measure"] = set(MAY_IMPORT)
 MAY_IMPORT["elastic"] = set(MAY_IMPORT) - {"measure"}
-MAY_IMPORT["contrib"] = set(MAY_IMPORT)  # No part of the core imports contrib.
+MAY_IMPORT["contrib"] = set(MAY_IMPORT)  # the core does not import contrib
 NUMPY_ONLY = (
     "decjax.options",
     "decjax.registry",
@@ -66,7 +66,7 @@ NUMPY_ONLY = (
     "decjax.costmodel.plan",
 )
 
-# Module of another directory -> the modules of this repository it may import (and what is below them).
+# Module of another directory -> the modules of this repository it may import, and everything below them.
 OUTSIDE = {
     "launch": (
         *(
@@ -90,11 +90,11 @@ OUTSIDE = {
         "launch",
     ),
     "configs": ("configs", "decjax.config", "decjax.registry"),
-    "experiments.dssfn": ("decjax", "experiments"),  # It trains without gradients, in a loop of its own.
-    "experiments.oracles": ("decjax", "experiments"),  # They look at single parts.
+    "experiments.dssfn": ("decjax", "experiments"),  # trains without gradients, in its own loop
+    "experiments.oracles": ("decjax", "experiments"),  # these examine single parts
     "experiments.oracles_low_rank": ("decjax", "experiments"),
     "experiments.oracles_tables": ("decjax", "configs", "experiments"),
-    "experiments.paced": ("configs", "decjax.config", "decjax.options", "decjax.tasks"),  # A config with a task of its own.
+    "experiments.paced": ("configs", "decjax.config", "decjax.options", "decjax.tasks"),  # a config with its own task
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
     "experiments": (
         "decjax.costmodel",
@@ -126,21 +126,21 @@ COLLECTIVES = {
 }
 MESH_MAKERS = {"make_mesh", "shard_map", "pmap", "Mesh", "AbstractMesh", "PartitionSpec", "NamedSharding"}
 
-# Class name -> the modules of decjax that may each have one; any other name stands for one class.
+# Class name -> the modules of decjax that may each define one; any other name is unique.
 HOMONYMS = {
-    # What a method, or a boundary between stages, does in a run, and in the model of costs.
+    # The effect of a method, or of a boundary between stages, in a run and in the cost model.
     "Method": ["decjax.costmodel.methods", "decjax.optim.method"],
     "Boundary": ["decjax.costmodel.layout", "decjax.pipeline.boundary"],
-    # A wire, which the texts of errors call so; and coded messages between stages, outside of their module `links.Link`.
+    # A physical link, as error messages call it; coded messages between stages are `links.Link` inside their module only.
     "Link": ["decjax.costmodel.profile", "decjax.pipeline.links"],
-    # Each model's and each task's own, used in its module alone.
+    # Private to each model and task, used in its module only.
     "Block": ["decjax.models.decoder", "decjax.models.resnet"],
     "Examples": ["decjax.tasks.images", "decjax.tasks.quadratics"],
-    # A program as text to read, one of a step, and one of a member of an elastic run.
+    # HLO text, the program of a step, and that of a member of an elastic run.
     "Program": ["decjax.elastic.programs", "decjax.hlo.program", "decjax.train.engine"],
 }
 
-# Names that something else has taken the place of -> the modules that may still hold them.
+# Retired names -> the modules that may still contain them.
 RETIRED = {
     "rematerialize": ("decjax.config.legacy",),  # "remat"
     "critical": ("decjax.config.legacy",),  # "epilogue"
@@ -170,7 +170,7 @@ def imported(tree: ast.AST, module: str, is_package: bool = False) -> list[str]:
 
 
 def import_faults(source: str, module: str, is_package: bool = False) -> list[str]:
-    """Imports of a module that the table forbids."""
+    """Yield a module's imports that the table forbids."""
     names = imported(ast.parse(source), module, is_package)
     own = [name for name in names if name.split(".")[0] in TOP_LEVEL]
     third_party = [name for name in names if name.split(".")[0] not in {*TOP_LEVEL, *sys.stdlib_module_names}]
@@ -183,7 +183,7 @@ def import_faults(source: str, module: str, is_package: bool = False) -> list[st
                 return [f"decjax.{part} is not in the table of parts"]
             allowed = MAY_IMPORT[part] | {part}
             faults += [name for name in own if below(name, "decjax") and [*name.split("."), ""][1] not in allowed]
-            if part != "config":  # Above it, and below, a run is plain values.
+            if part != "config":  # elsewhere, a run is plain values
                 faults += [name for name in third_party if below(name, "ml_collections")]
         if any(below(module, parent) for parent in NUMPY_ONLY):
             faults += [name for name in third_party if not below(name, "numpy")]
@@ -209,9 +209,9 @@ def strings(node: ast.AST) -> list[str]:
 
 
 def mesh_faults(source: str) -> list[str]:
-    """Collectives, mesh building and literal axis names, which only `decjax.mesh` may hold.
+    """Yield collectives, mesh construction and literal axis names, which only `decjax.mesh` may contain.
 
-    `jax.lax.axis_size` is none of them: a static int that sends nothing.
+    `jax.lax.axis_size` is allowed: it is a static int and sends nothing.
     """
     tree = ast.parse(source)
     aliases = {}
@@ -245,7 +245,7 @@ def mesh_faults(source: str) -> list[str]:
 
 
 def config_faults(source: str) -> list[str]:
-    """Fields read from something called a config, which only `decjax.config` may do; methods of its module are none."""
+    """Yield fields read from an object called config, which only `decjax.config` may do; methods of its module are allowed."""
     tree = ast.parse(source)
     imported_names = {
         alias.asname or alias.name
@@ -327,7 +327,7 @@ def test_a_class_name_stands_for_one_class():
 
 
 def retired_names(source: str, module: str) -> set[str]:
-    """Retired words among names, imports and strings of one word, as fields and flags have them; prose may hold them."""
+    """Yield retired words among names, imports and one-word strings such as fields and flags; prose may contain them."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     words = {token.string.strip("'\"") for token in tokens if token.type in (tokenize.NAME, tokenize.STRING)}
     words |= {".".join(name.split(".")[:2]) for name in imported(ast.parse(source), module)}
@@ -450,7 +450,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def lengths(node: ast.AST, inside: bool = False):
-    """(name, lines, most lines) of every function; those in a nest, and the nest with all that it holds, may have fewer."""
+    """Return (name, lines, limit) of every function; nested functions, and the outer one with everything in it, have lower limits."""
     for child in ast.iter_child_nodes(node):
         is_function = isinstance(child, FUNCTIONS)
         if is_function:
@@ -483,7 +483,7 @@ def test_a_nest_of_functions_counts_whole(source, expected):
 
 @pytest.mark.parametrize("face", sorted((ROOT / "decjax").rglob("__init__.py")), ids=lambda path: path.parent.name)
 def test_what_a_package_shows_is_exported(face):
-    """Type checkers take other imports of a typed package for private."""
+    """Type checkers treat other imports of a typed package as private."""
     tree = ast.parse(face.read_text())
     shown = {
         alias.asname or alias.name

@@ -33,7 +33,7 @@ MODEL = MLP()
 
 @functools.cache
 def data():
-    """Workers see inputs around different centres, and targets of growing scale: y = (1 + i/2) Σ x."""
+    """Workers see inputs around different centers, and targets of growing scale: y = (1 + i/2) Σ x."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(STEPS, N, BATCH, 4)) + 0.5 * rng.normal(size=(N, 1, 4))
     y = x.sum(axis=-1, keepdims=True) * (1 + np.arange(N) / 2)[:, None, None]
@@ -64,7 +64,7 @@ def own_step(tx, traces):
 
 
 def on_devices(mesh, spec, **options):
-    """(map of a per-worker function over a mesh, with plain `jax.shard_map`; initial parameters on that mesh)."""
+    """Return (map of a per-worker function over a mesh with plain `jax.shard_map`, initial parameters on that mesh)."""
 
     def mapped(fn):
         def local(*args):
@@ -81,7 +81,7 @@ def worker_mesh():
 
 def data_mesh():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:N]), ("data",))
-    return on_devices(mesh, jax.sharding.PartitionSpec("data"))  # check_vma as JAX has it by default
+    return on_devices(mesh, jax.sharding.PartitionSpec("data"))  # JAX's default check_vma
 
 
 def one_device():
@@ -102,7 +102,7 @@ def chain():
 
 @functools.cache
 def train(way, topology_name, steps=STEPS):
-    """(params of every step, losses_TxN, traces) of a run."""
+    """Return (params of every step, losses_TxN, traces) of a run."""
     make_map, axis = WAYS[way]
     (mapped, params), traces = make_map(), []
     mixer = gossip.exact(decjax.topology.make(topology_name, N), channel=Channel(axis))
@@ -120,7 +120,7 @@ def train(way, topology_name, steps=STEPS):
 
 
 def reference(topology_name):
-    """The same run with dense matrices: x <- W x + Adam(clip(∇F_i(x_i))), each worker by itself."""
+    """The same run with dense matrices: x <- W x + Adam(clip(∇F_i(x_i))), for each worker."""
     topology = decjax.topology.make(topology_name, N)
     tx = chain()
     gradients = jax.jit(jax.vmap(jax.value_and_grad(loss)))
@@ -174,7 +174,7 @@ def test_each_phase_compiles_once(way):
 
 
 def test_phase_may_be_left_to_the_state():
-    """Without `phase`, one compilation serves all phases: the counter in the state tells which is due."""
+    """Without `phase`, one compilation serves all phases: the counter in the state selects one."""
     mixer = gossip.exact(decjax.topology.make("one_peer_exponential", N), channel=Channel(Axis("data")))
     tx = decjax.decentralize(chain(), mixer)
     traces, (mapped, params) = [], data_mesh()
@@ -188,7 +188,7 @@ def test_phase_may_be_left_to_the_state():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_worker_clips_by_its_own_norm(way):
-    """After one step of SGD with rate 1 from equal replicas, worker i has moved by min(‖g_i‖, c): the mix moved nothing."""
+    """After one step of SGD with rate 1 from equal replicas, worker i has moved by min(‖g_i‖, c): mixing changed nothing."""
     make_map, axis = WAYS[way]
     batch = jax.tree.map(lambda x: x[0], data())
     norms_N = np.asarray(jax.vmap(lambda p, b: optax.global_norm(jax.grad(loss)(p, b)))(stacked_params(), batch))

@@ -1,6 +1,6 @@
-"""Compressed messages and pipelines between real processes: the steps are those of as many devices of one process.
+"""Compressed messages and pipelines between real processes: the steps equal those of as many devices of one process.
 
-Both at once, gossip and all-reduce: each run costs every process its compilation.
+Gossip and all-reduce are tested together: each run costs every process its compilation.
 """
 
 import pytest
@@ -14,11 +14,11 @@ RUNS = [f"mixer=choco,codec=int8,tied,{PIPELINES}", f"method=allreduce,reducer=c
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    # With two devices a process, the stages of a worker would be in one process.
+    # With two devices per process, the stages of a worker would share a process.
     return several_runs.rows(RUNS, tmp_path_factory.mktemp("runs"), num_processes=4)
 
 
 @pytest.mark.parametrize("argument", RUNS)
 def test_processes_and_devices_have_the_same_trajectory(rows, argument):
-    """In every step, and bytes between workers and stages as well."""
+    """In every step, including bytes between workers and between stages."""
     several_runs.assert_same(*rows[argument])

@@ -1,4 +1,4 @@
-"""launch/local.py with real processes and signals: the trajectory survives both, and nothing stays behind."""
+"""launch/local.py with real processes and signals: the trajectory survives both, and nothing is left running."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from launch import command, processes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 300
-STEPS = 160  # Checkpoints at every tenth.
+STEPS = 160  # checkpoints at every tenth
 TRAINED = "--config=experiments/paced.py:simulate=false,topology=one_peer_exponential"
 OFTEN = ("--config.log_every=5", "--config.checkpoint.every=10")
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Compiled programs are kept between the processes of this file: compilation is most of a tiny run."""
+    """Compiled programs are shared by the processes of this file: most of a tiny run is compilation."""
     return os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -45,19 +45,19 @@ def launch(*arguments, environment=None):
 
 
 def command_lines():
-    """Process id -> command line of everything that runs on this machine."""
+    """Return process id -> command line of everything running on this machine."""
     found = {}
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-            except OSError:  # Ended meanwhile.
+            except OSError:  # ended meanwhile
                 continue
     return found
 
 
 def trainers(workdir):
-    """Ids of the training processes of a run, by process index."""
+    """Return the ids of a run's training processes, by process index."""
     found = {}
     for process_id, line in command_lines().items():
         if "launch.train" in line and str(workdir) in line and "--standby" not in line:
@@ -66,14 +66,14 @@ def trainers(workdir):
 
 
 def training_rows(workdir):
-    """The training rows of metrics.jsonl that are complete."""
+    """Return the complete training rows of metrics.jsonl."""
     path = workdir / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return [row for row in rows if row["kind"] == "train"]
 
 
 def wait_for(condition, process):
-    """Waits until `condition()` holds, and fails if the launcher ends before or it takes too long."""
+    """Wait until `condition()` holds; fail if the launcher ends before, or after a long time."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -87,9 +87,9 @@ def reached(workdir, step):
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory, environment):
-    """One run of four processes: process 1 is killed, then the launcher is interrupted, then it runs to its end."""
+    """One run of four processes: process 1 is killed, then the launcher is interrupted, then the run completes."""
     workdir = tmp_path_factory.mktemp("local") / "run"
-    (slowly := workdir.parent / "slowly").touch()  # While it exists, a run lasts for half a minute.
+    (slowly := workdir.parent / "slowly").touch()  # while the file exists, a run lasts for half a minute
     paced = (f"--config.data.waits_for={slowly}", "--config.data.wait_s=0.2")
     arguments = ["--num_processes=4", "--", f"{TRAINED},workers=4,steps={STEPS}", *OFTEN, *paced, f"--workdir={workdir}"]
     ends = []
@@ -125,7 +125,7 @@ def test_an_interrupt_saves_and_stops(story):
     workdir, arguments, ends = story
     output, errors, code, last_step, left = ends[1]
     assert code == 128 + signal.SIGINT and not left
-    saved = int(re.search(r"continuing from step (\d+)", output)[1])  # The newest that was complete at the kill.
+    saved = int(re.search(r"continuing from step (\d+)", output)[1])  # the newest complete one at the kill
     assert saved >= 10 and saved % 10 == 0
     assert f"saved step {last_step}" in output and saved < last_step < STEPS
     assert errors.startswith("interrupted by SIGINT") and "python -m launch.local " + " ".join(arguments) in errors
@@ -141,7 +141,7 @@ def test_the_same_command_continues_to_the_end(story):
 
 
 def test_four_processes_and_four_devices_have_the_same_trajectory(story, tmp_path, environment):
-    """Step by step, and in the averaged and the local models at the end."""
+    """Step by step, and in the averaged and local models at the end."""
     workdir, _, _ = story
     single = [f"{TRAINED},workers=4,steps={STEPS}", *OFTEN, f"--workdir={tmp_path}"]
     subprocess.run(
@@ -171,11 +171,11 @@ def test_a_killed_launcher_leaves_nothing_behind(tmp_path):
     while trainers(workdir):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not steps_saved(workdir)  # They end at once; told to stop, they would have saved.
+    assert not steps_saved(workdir)  # they end at once; if told to stop, they would have saved
 
 
 def test_a_process_that_freezes_is_named_in_one_line(tmp_path, environment):
-    """That of the coordinator, which all others ask."""
+    """The coordinator's process, on which all others depend."""
     arguments = ["--num_processes=2", "--", f"{TRAINED},workers=2,steps=100000", *OFTEN, f"--workdir={tmp_path}"]
     launcher = launch(*arguments, environment=environment)
     wait_for(lambda: reached(tmp_path, 15), launcher)
@@ -188,7 +188,7 @@ def test_a_process_that_freezes_is_named_in_one_line(tmp_path, environment):
 
 
 def ended(*programs):
-    """Exit code and errors of a group of processes that run these programs."""
+    """Return the exit code and errors of a group of processes that run these programs."""
     starts = [[sys.executable, "-c", f"import os, signal, sys, time\n{program}"] for program in programs]
     text = f"import sys; from launch import processes; sys.exit(processes.run_together({starts!r}))"
     done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -199,7 +199,7 @@ NOISE = "print('F0000 client.h:85] Terminating process because the JAX distribut
 
 
 def in_turn(folder):
-    """A line of each of two programs: the first waits there until the second has come to its own."""
+    """Return one line of each of two programs: the first waits until the second has reached its line."""
     path = str(folder / "is there")
     return f"while not os.path.exists({path!r}): time.sleep(0.01)\n", f"open({path!r}, 'w').close()\n"
 

@@ -1,4 +1,4 @@
-"""DiLoCo, SparseLoCo and 1-bit Adam against dense NumPy references written as the papers state them, in float64."""
+"""DiLoCo, SparseLoCo and 1-bit Adam against dense NumPy references written as in the papers, in float64."""
 
 import functools
 
@@ -15,7 +15,7 @@ from tests.stand_ins import DenseAdam, dense_top, top
 N, DIM, STEPS, LR = 4, 6, 60, 0.05
 MODES = ("devices", "simulated")
 _rng = np.random.default_rng(0)
-# Heterogeneous quadratics F_i(x) = ½ ‖A_i x − b_i‖², and fresh gradient noise in every step.
+# Heterogeneous quadratics F_i(x) = ½ ‖A_i x − b_i‖², with fresh gradient noise in every step.
 A = _rng.normal(size=(N, DIM, DIM)) / np.sqrt(DIM) + np.eye(DIM)
 B = _rng.normal(size=(N, DIM))
 NOISE = 0.1 * _rng.normal(size=(STEPS, N, DIM))
@@ -34,7 +34,7 @@ def workers(mode):
 
 
 def trajectory(make, mode="devices", noise=NOISE):
-    """x_{STEPS+1 x N x DIM} of `make(channel) -> (transformation, reducer)`, one program per phase."""
+    """Return x_{STEPS+1 x N x DIM} of `make(channel) -> (transformation, reducer)`, one program per phase."""
     w = workers(mode)
     tx, reducer = make(Channel(w.axis))
 
@@ -88,7 +88,7 @@ def test_diloco_is_the_dense_reference(mode):
 
 
 def test_local_updates_of_one_step_and_rate_one_are_the_mean():
-    """H = 1 with an outer step of SGD at rate 1: parameters are averaged in every step, which with SGD is all-reduce."""
+    """H = 1 with outer SGD at rate 1: parameters are averaged in every step, which for SGD is all-reduce."""
     path, _ = trajectory(local(optax.sgd(LR), 1, optax.sgd(1.0)))
     synchronous, _ = trajectory(
         lambda channel: (optim.synchronize(optax.sgd(LR), reduce.mean(channel=channel)), reduce.mean(channel=channel))
@@ -161,7 +161,7 @@ def onebit(warm, codec=None):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_onebit_adam_is_the_dense_reference(mode):
-    """Adam for T steps; then v stays, and m_i = β1 m + (1−β1) g_i is sent with error feedback."""
+    """Adam for T steps; then v is frozen, and m_i = β1 m + (1−β1) g_i is sent with error feedback."""
     warm, k, b1 = 10, 2, 0.9
     path, _ = trajectory(onebit(warm), mode)
     adam, x, e = DenseAdam(), np.tile(X0, (N, 1)), np.zeros((N, DIM))
@@ -187,7 +187,7 @@ def test_onebit_adam_survives_a_gradient_that_is_not_finite():
 
         return optax.GradientTransformationExtraArgs(tx.init, update), reducer
 
-    for step in (4, 20):  # While warm, and later.
+    for step in (4, 20):  # during the warm-up, and later
         noise = NOISE.copy()
         noise[step, 1, 2] = np.inf
         path, state = trajectory(make, noise=noise)

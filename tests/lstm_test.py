@@ -1,4 +1,4 @@
-"""The LSTM against its equations in NumPy; sampling, sizes, and that it cannot be divided."""
+"""The LSTM against its equations in NumPy; sampling, sizes, and that it cannot be divided into stages."""
 
 import functools
 
@@ -28,7 +28,7 @@ def initial():
 
 @functools.cache
 def randomized():
-    """Parameters with nothing at zero, so that every one of them matters."""
+    """Parameters without zeros, so that every one of them has an effect."""
     leaves, treedef = jax.tree.flatten(initial())
     rng = np.random.default_rng(1)
     return treedef.unflatten([x + 0.5 * rng.normal(size=x.shape).astype(np.float32) for x in leaves])
@@ -44,7 +44,7 @@ def tokens(length=T, seed=0):
 
 
 def dense_logits(params, tokens_BxT):
-    """One sequence, one layer and one token after the other, in float64; rows are input, forget, candidate and output gates."""
+    """One sequence, one layer and one token at a time, in float64; rows are input, forget, candidate and output gates."""
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     sigma, out = lambda x: 1 / (1 + np.exp(-x)), []
     for sequence in tokens_BxT:
@@ -93,7 +93,7 @@ def test_every_parameter_has_a_gradient_and_layers_start_different():
         assert np.isfinite(grad).all() and np.abs(grad).max() > 0
     kernel = np.asarray(initial()["layers"]["dense_h"]["kernel"])
     assert kernel.shape == (L, D, 4 * D) and np.abs(kernel[0] - kernel[1]).max() > 1e-3
-    assert not np.asarray(initial()["head"]["kernel"]).any()  # The first loss is ln V.
+    assert not np.asarray(initial()["head"]["kernel"]).any()  # the initial loss is ln V
 
 
 def test_bfloat16_rounds_products():

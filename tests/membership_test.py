@@ -1,4 +1,4 @@
-"""Who is left out of an elastic run, and who is not: pauses, busy processes, partitions, lost messages, members that do nothing."""
+"""Which members an elastic run removes: pauses, busy processes, partitions, lost messages, members that do nothing."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from decjax.elastic.membership import Excluded
 from tests.elastic_test import KEYS, Band, next_views, wait_until
 from tests.local_test import ROOT
 
-# Joins as member 2, waits for its view, and prints it.
+# Join as member 2, wait for a view, and print it.
 MEMBER = """
 import sys, time
 from decjax.elastic.keys import Keys
@@ -46,7 +46,7 @@ def slots_of(view):
 
 
 def rounds(coordinator, count=10):
-    """Waits until the coordinator has looked so many times."""
+    """Wait until the coordinator has checked so many times."""
     before = coordinator._now_s
     wait_until(lambda: coordinator._now_s > before + count * min(0.1, coordinator._heartbeat_s / 10))
 
@@ -66,7 +66,7 @@ def test_a_process_that_is_stopped_is_left_out(band):
 
 
 def test_a_process_too_busy_to_speak_stays(band, monkeypatch):
-    """ZeroMQ's threads answer for it."""
+    """ZeroMQ's threads answer for it"""
     group, members = band(0, 1, 2, heartbeat_s=0.3)
     next_views(*members)
     monkeypatch.setattr(members[2], "_send", lambda: None)
@@ -76,7 +76,7 @@ def test_a_process_too_busy_to_speak_stays(band, monkeypatch):
 
 
 def test_a_pause_of_the_coordinator_leaves_nobody_out(band, monkeypatch):
-    """As with Ctrl-Z and fg on the launcher: whatever was said meanwhile counts, and its own seconds do not."""
+    """Like Ctrl-Z and fg on the launcher: messages that arrived meanwhile count, and the pause itself does not."""
     group, members = band(0, 1, 2, heartbeat_s=0.5)
     next_views(*members)
     serve, paused = group.coordinator.serve, []
@@ -84,7 +84,7 @@ def test_a_pause_of_the_coordinator_leaves_nobody_out(band, monkeypatch):
     def pauses(wait_s):
         if not paused:
             paused.append(time.sleep(6 * 0.5))
-            group.coordinator._open.clear()  # Its connections may have been given up meanwhile.
+            group.coordinator._open.clear()  # its connections may have been dropped meanwhile
         serve(wait_s)
 
     monkeypatch.setattr(group.coordinator, "serve", pauses)
@@ -94,7 +94,7 @@ def test_a_pause_of_the_coordinator_leaves_nobody_out(band, monkeypatch):
 
 
 def cut(monkeypatch, members, apart):
-    """Lets connections between pairs of members seem lost."""
+    """Make connections between pairs of members appear lost."""
     for member in members:
         lives = {other._member.life for other in members if {member.slot, other.slot} in apart}
         all_reached = type(member.transport).reached.fget
@@ -115,7 +115,7 @@ def test_the_larger_part_of_a_partition_goes_on_and_the_rest_comes_back(band, mo
         views = next_views(*members[1:])
         assert slots_of(views[0]) == [1, 2] and views[0].step == 7
         members[1].step = members[2].step = 9
-    for member in members:  # The link is back.
+    for member in members:  # the link is back
         member._notify()
     healed = next_views(*members)[0]
     assert slots_of(healed) == [0, 1, 2] and healed.fresh == (0,) and healed.step == 9
@@ -139,7 +139,7 @@ def test_a_host_whose_connections_are_lost_one_by_one_leaves_no_healthy_member_o
 
 
 def test_who_leaves_writes_to_no_descriptor_that_is_closed(band, monkeypatch):
-    """Its number may belong to another file by then; the threads that read may end before they are woken."""
+    """Its descriptor may belong to another file by then; the reader threads may end before they are woken."""
     _, (member, *others) = band(0, 1, 2)
     next_views(member, *others)
     write, closing, failed = os.eventfd_write, threading.current_thread(), []
@@ -160,7 +160,7 @@ def test_who_leaves_writes_to_no_descriptor_that_is_closed(band, monkeypatch):
 
 
 def test_a_lost_connection_begins_a_new_view_of_the_same_members(band):
-    """Messages may be lost with it, and would be waited for."""
+    """Messages to it may be lost, and would be awaited."""
     _, members = band(0, 1, 2)
     first = next_views(*members)[0]
     members[1].transport.broken = first.number
@@ -173,7 +173,7 @@ def test_who_does_nothing_while_others_wait_is_left_out(band, monkeypatch):
     group, members = band(0, 1, 2, heartbeat_s=0.5)
     view = next_views(*members)[0]
     stuck, waits, computes = members
-    monkeypatch.setattr(computes, "_idle", lambda: 0.0)  # Perhaps it compiles.
+    monkeypatch.setattr(computes, "_idle", lambda: 0.0)  # it may be compiling
     for member in (stuck, waits):
         monkeypatch.setattr(member, "_idle", lambda: coordinator_lib.PATIENCE + 1.0)
     waits.transport.awaited.append(computes.slot)
@@ -200,7 +200,7 @@ def test_idle_is_who_neither_steps_nor_moves_messages_nor_computes(band, monkeyp
     assert after(60) == 60 / member._heartbeat_s
     assert after(60, used=30) == 0
     assert after(200) == 200 / member._heartbeat_s
-    member.step = 2  # So steps may take as long.
+    member.step = 2  # so steps may take as long
     assert after(0) == 0 and after(160) == 160 / 320
 
 
@@ -215,7 +215,7 @@ def test_a_member_that_speaks_otherwise_costs_itself_alone(band):
 
 
 def test_a_member_that_missed_a_message_receives_the_state_later(band, monkeypatch):
-    """Every answer says all."""
+    """Every answer contains everything."""
     group, members = band(0, 1, 2)
     next_views(*members)
     receive = members[0]._receive
@@ -232,17 +232,17 @@ def test_a_member_that_missed_a_message_receives_the_state_later(band, monkeypat
 def test_processes_that_have_ended_are_out(band, encrypt):
     group, members = band(0, 1, 2, encrypt=encrypt, heartbeat_s=1.0)
     next_views(*members)
-    group.coordinator.ended.append(members[0]._member.process)  # That of all three here.
+    group.coordinator.ended.append(members[0]._member.process)  # of all three here
     for member in members:
         with pytest.raises(Excluded):
             member.next_view()
 
 
 def test_the_last_report_counts_although_the_end_of_its_process_is_noticed_first(band, monkeypatch):
-    """As where the launcher is stopped while a run ends."""
+    """As when the launcher is stopped while a run ends."""
     group, (writer,) = band(0)
     coordinator, life = group.coordinator, writer._member.life.encode()
-    coordinator._sessions[life].member = writer._member._replace(process=-1)  # The other two are in one process here.
+    coordinator._sessions[life].member = writer._member._replace(process=-1)  # the other two are in one process here
     next_views(writer, group.join(1), group.join(2))
     read, is_stopped = coordinator._read, threading.Event()
     is_stopped.set()
@@ -258,7 +258,7 @@ def test_the_last_report_counts_although_the_end_of_its_process_is_noticed_first
 
 
 def test_a_context_that_does_not_end_holds_nobody(monkeypatch):
-    """ZeroMQ's issue 2733: where connections authenticate, closed sockets may stay open on a busy machine."""
+    """ZeroMQ issue 2733: with authenticated connections, closed sockets may stay open on a busy machine."""
     context, held = zmq.Context(), threading.Event()
     monkeypatch.setattr(context, "term", held.wait, raising=False)
     transport.terminate(context)

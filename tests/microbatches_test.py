@@ -1,4 +1,4 @@
-"""Microbatches: the gradient and the loss of a batch in M parts are those of the whole batch, whatever the parts weigh."""
+"""Microbatches: the gradient and the loss of a batch in M parts equal those of the whole batch, whatever the parts' weights."""
 
 import functools
 
@@ -53,7 +53,7 @@ def language_model(tied=False):
 
 
 def sentence_pairs():
-    """Pairs of very different lengths, sorted, so that microbatches differ most."""
+    """Pairs of very different lengths, sorted, so that microbatches differ as much as possible."""
     rng = np.random.default_rng(1)
     length_B = np.sort(rng.integers(1, 12, BATCH))
     place_T = np.arange(13)
@@ -78,7 +78,7 @@ def task_and_batch(name):
 
 
 def relative(found, expected):
-    """|found − expected| ÷ |expected| over all leaves, in float64."""
+    """Return |actual − expected| ÷ |expected| over all leaves, in float64."""
     flat = lambda tree: np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
     return np.linalg.norm(flat(found) - flat(expected)) / np.linalg.norm(flat(expected))
 
@@ -90,7 +90,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole_batch(name):
     (loss, grads, _), *others = (
         jax.jit(pipeline.Whole(task.loss, microbatches=M, weight=task.weight).gradient)(params, (), batch, KEY) for M in (1, 8)
     )
-    if name != "translation":  # Whose loss is smoothed.
+    if name != "translation":  # with label smoothing
         sums, weight_B = jax.jit(task.measure)(params, (), batch)
         np.testing.assert_allclose(loss, sums["loss"].sum() / weight_B.sum(), rtol=1e-5)
     for in_parts, grads_in_parts, _ in others:
@@ -102,7 +102,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole_batch(name):
 
 
 def staged(model, params, batch, microbatches):
-    """The gradient of a model in two stages, joined, in the parameters' type."""
+    """Return the gradient of a two-stage model, joined, in the parameters' dtype."""
     workers = mesh.make_workers(1, stages=2)
     shape = jax.ShapeDtypeStruct(batch.shape, batch.dtype)
     division = pipeline.divide(model.parts, 2)
@@ -126,7 +126,7 @@ def test_parts_of_a_divided_model_have_the_gradient_of_the_whole_batch(tied):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_gradients_in_bfloat16_are_rounded_once(stages):
-    """64 parts: added up in bfloat16 they are off by more than 1 %; the mean of the same parts, rounded once, by 0.2 %."""
+    """64 parts: summed in bfloat16 they are off by more than 1 %; the mean of the same parts, rounded once, by 0.2 %."""
     model, (_, batch) = language_model(), task_and_batch("lm")
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), jax.jit(model.init)(KEY))
     mean = lambda params, variables, batch, key: (model.nll(params, batch, None).mean(), variables)

@@ -28,7 +28,7 @@ def initial():
 
 @functools.cache
 def randomized():
-    """Parameters with nothing at zero or one, so that every one of them matters."""
+    """Parameters without zeros or ones, so that every one of them has an effect."""
     leaves, treedef = jax.tree.flatten(initial())
     rng = np.random.default_rng(1)
     return treedef.unflatten([x + 0.3 * rng.normal(size=x.shape).astype(np.float32) for x in leaves])
@@ -84,13 +84,13 @@ def test_bfloat16_computes_in_bfloat16():
     exact, rounded = (np.asarray(logits(dtype)(randomized(), tokens())) for dtype in ("float32", "bfloat16"))
     scale = np.abs(exact).max()
     error = np.abs(exact - rounded).max()
-    # One rounding of a float32 result to bfloat16 is off by at most 2^-9 of it; a chain of them by more, but not by much.
+    # Rounding a float32 result to bfloat16 once costs at most 2^-9 of it; a chain of roundings slightly more.
     assert 1e-4 * scale < error < 0.1 * scale
     assert not np.array_equal(rounded, np.asarray(jnp.asarray(exact).astype(jnp.bfloat16).astype(jnp.float32)))
 
 
 def test_initial_loss_is_that_of_guessing():
-    """The head starts at zero: every token has probability 1/V."""
+    """The head is initialized to zero: every token has probability 1/V."""
     (_, nll_BxT), _ = loss_and_gradient()(initial(), tokens(T + 1))
     np.testing.assert_allclose(nll_BxT, np.log(V), rtol=1e-6)
     assert not np.asarray(initial()["head"]["kernel"]).any()
@@ -225,7 +225,7 @@ def test_impossible_models_are_refused(bad, message):
 
 
 def toy_logits(params, tokens_BxT):
-    """A quick causal model in which every earlier token counts, the nearest most."""
+    """A fast causal model in which every earlier token has an effect, the nearest the largest."""
     t = np.arange(tokens_BxT.shape[1])
     decay_TxT = np.where(t[:, None] >= t, 0.95 ** (t[:, None] - t), 0.0)
     return jnp.einsum("ts,bsv->btv", decay_TxT, params[tokens_BxT])

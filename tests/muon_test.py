@@ -40,7 +40,7 @@ class Muon:
 
 
 class NesterovAdam(Adam):
-    """AdamW as optax's Muon has it for what is no matrix."""
+    """AdamW as in optax's Muon, for everything that is not a matrix."""
 
     def __call__(self, g):
         super().__call__(g)

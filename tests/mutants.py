@@ -2,8 +2,9 @@
 
     python -m tests.mutants --count=100 --seed=0 --out=mutants.jsonl
 
-Each mutant is written to a copy of the tree, where the tests that mention definitions of its file run: quick ones first, then slow ones.
-A test that also fails without the mutant does not count. The same command continues from --out, and prints the surviving mutants.
+Each mutant is written to a copy of the tree, where the tests that mention definitions of its file run: quick ones first, then slow
+ones. A test that also fails without the mutant does not count. The same command continues from --out, and prints the surviving
+mutants.
 """
 
 import argparse

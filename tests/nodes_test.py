@@ -1,4 +1,6 @@
-"""Nodes of a graph, learned from parts of it in uneven steps: against a dense reference, how nodes are divided, and what is refused."""
+"""Node classification on parts of a graph with uneven local steps: against a dense reference, the division of nodes, and refused
+configs.
+"""
 
 import functools
 import json
@@ -76,7 +78,7 @@ def gradient(params, a_VxV, x_VxD, labels_V, counted_V):
 
 
 def dense_path(partition):
-    """SGD with momentum of N workers, each on the rows and columns of its own nodes; the mean of all after every round."""
+    """SGD with momentum on N workers, each with the rows and columns of its own nodes; the mean of all after every round."""
     a_VxV, x_VxD, labels_V, trained = dense_graph()
     part_V = graph_partition.divide(partition, graphs.load(GRAPH), N, SEED)
     params, momentum = [START] * N, [jax.tree.map(np.zeros_like, START)] * N
@@ -97,7 +99,7 @@ def dense_path(partition):
 
 @functools.cache
 def trained_path(partition, mode):
-    """The same by the task, the method and a mesh; one program for the steps of a round, one for its end."""
+    """The same with the task, the method and a mesh; one program for the steps of a round, one for its end."""
     workers = mesh.make_workers(N, simulate=mode == "simulated")
     made, data = task(partition), task(partition).load(N, 1, SEED)
     batches = wide(jax.tree.map(lambda *x: np.stack(x), *(data.batch(worker, 0) for worker in range(N))))
@@ -159,7 +161,7 @@ def test_even_steps_are_local_sgd_bit_for_bit():
             np.testing.assert_array_equal(made.num_bytes(params, phase), plain.num_bytes(params, phase))
 
     def selected(channel):
-        """With the selection between old and new in it, whose program rounds in other places."""
+        """with a selection between old and new values, whose program rounds elsewhere"""
         own, reducer = uneven.uneven_steps(outer.adam(rate), (H,) * outer.N, H, channel.axis), reduce.every(reduce.mean(channel), H)
         return method.averaging(optim.local_updates(own, reducer, optax.sgd(1.0)), reducer, outer.N)
 
@@ -301,7 +303,7 @@ def test_more_parts_than_there_can_be_are_refused(partition, workers, message):
 
 
 def test_targets_that_are_all_nodes_are_refused():
-    """Nothing would be drawn: a worker has 24 ÷ 4 nodes, some of them held out."""
+    """Nothing would be sampled: a worker has 24 ÷ 4 nodes, some of them held out."""
     with pytest.raises(ValueError, match="targets=24 changes nothing: a worker has at most . nodes to train on") as error:
         task(targets=24).load(N, 1, SEED)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""docs/quickstart.ipynb: its cells run from top to bottom, and the outputs that it shows were kept."""
+"""docs/quickstart.ipynb: its cells run from top to bottom, and the displayed outputs were saved."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def test_all_cells_run():
 
 
 def test_outputs_are_kept():
-    """A page shows what cells print and draw; who changes one runs the notebook again (docs/requirements.txt says how)."""
+    """The page shows what cells print and draw; after a change, run the notebook again (see docs/requirements.txt)."""
     for cell in CELLS:
         source = "".join(cell["source"])
         shows = [line for line in source.splitlines() if line.startswith(("print(", "draw(", "    print("))]

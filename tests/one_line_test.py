@@ -1,4 +1,4 @@
-"""A field of a config, and an option of a part, are each declared by one line and nowhere else."""
+"""A config field and an option of a part are each declared on one line and nowhere else."""
 
 import pathlib
 import shutil
@@ -32,7 +32,7 @@ def insert(path: pathlib.Path, above: str, line: str) -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the packages with two more lines."""
+    """A copy of the packages with two added lines."""
     folder = tmp_path_factory.mktemp("tree")
     for package in ("decjax", "configs", "launch"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))

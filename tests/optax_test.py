@@ -1,4 +1,4 @@
-"""What optax's own tools do with these transformations: injected hyperparameters, maps over states, steps left out, dtypes."""
+"""optax's own tools with these transformations: injected hyperparameters, maps over states, skipped steps, dtypes."""
 
 import functools
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ def workers(mode="devices"):
 
 
 def path(tx, mode="devices", phases=lambda step: 0, bad=None):
-    """x_{STEPS+1 x N x DIM} of ½ ‖x − target_i‖²; in step `bad`, the gradient of worker 1 is not a number."""
+    """Return x_{STEPS+1 x N x DIM} of ½ ‖x − target_i‖²; in step `bad`, the gradient of worker 1 is NaN."""
     w = workers(mode)
 
     @functools.cache
@@ -60,7 +60,7 @@ def path(tx, mode="devices", phases=lambda step: 0, bad=None):
 
 
 def test_injected_hyperparameters_train_alike():
-    """The window included, which is then traced."""
+    """Including the window, which is then traced."""
     mixer = gossip.exact(RING)
     for make, given in (
         (decjax.decentralized_adam, dict(mixer=mixer, b2=0.99)),
@@ -118,7 +118,7 @@ def test_onebit_adam_leaves_integers_alone(mode):
 
 
 def transformations(axis):
-    """Every wrapper around memories in buckets, and around none."""
+    """Every wrapper, around memories in buckets and around none."""
     channel = Channel(axis)
     choco = gossip.choco(RING, channel, codec="int8")
     coded = reduce.coded(channel, codec="int8")
@@ -145,7 +145,7 @@ def test_maps_over_states_find_what_is_shaped_like_parameters(name):
     doubled = optax.tree.map_params(tx, lambda x: x + 1, state)
     assert jax.tree.structure(doubled) == jax.tree.structure(state)
     for (where, before), after in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(doubled)):
-        mapped = jax.tree_util.keystr(where[-1:]) == "['x']"  # The only leaves with the parameters' own keys.
+        mapped = jax.tree_util.keystr(where[-1:]) == "['x']"  # the only leaves with the parameters' own keys
         np.testing.assert_array_equal(after, before + 1 if mapped else before)
     specs = optax.tree.map_params(tx, lambda x, spec: spec, state, {"x": "params"}, transform_non_params=lambda x: "other")
     leaves = set(jax.tree.leaves(specs))
@@ -222,7 +222,7 @@ def test_steps_are_not_left_out_from_outside():
 
 
 def test_a_user_s_optimizer_may_mark_a_field_and_be_left_out():
-    """A mark says what a change of workers ends, not who communicates."""
+    """A mark says what a change of workers resets, not who communicates."""
 
     @optim.transient("last")
     class LastState(NamedTuple):

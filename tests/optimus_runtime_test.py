@@ -1,4 +1,4 @@
-"""Predictions for Optimus-CC's models: what they can only be, and the command."""
+"""Predictions for Optimus-CC's models: bounds that must hold, and the command."""
 
 import os
 import pathlib
@@ -18,10 +18,10 @@ def test_each_part_gains_and_no_more_than_what_it_replaces(size):
     times_s = [p.time_s for p in (baseline, cb, fused, selective)]
     assert times_s == sorted(times_s, reverse=True) and len(set(times_s)) == 4
     assert 0 < baseline.boundary_s - cb.boundary_s < baseline.boundary_s
-    # A ring of 2N holders on NICs that are alike: V(2N − 1)/N bytes instead of V(3N − 2)/N, N = 4.
+    # A ring of 2N holders on equal NICs: V(2N − 1)/N bytes instead of V(3N − 2)/N, N = 4.
     assert fused.embedding_bytes / baseline.embedding_bytes == pytest.approx(7 / 10)
     assert selective.workers_s < baseline.workers_s / 2
-    # 6 of 48 messages in 1/41.7 or 1/48 of the bytes; the busiest stage in the middle sends 32, two of them or one compressed.
+    # 6 of 48 messages at 1/41.7 or 1/48 of the bytes; the busiest middle stage sends 32, two or one of them compressed.
     ratio = {"2.5b": 16 * (1024 + 1920) / (1024 * 1920), "8.3b": 1 / 48}[size]
     in_the_middle = max(16 + 16 - compressed * (1 - ratio) for compressed in (2, 3))
     assert cb.boundary_bytes / baseline.boundary_bytes == pytest.approx(in_the_middle / 32)

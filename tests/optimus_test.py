@@ -1,4 +1,4 @@
-"""The rows of experiments/optimus.py, and its tables and figure from known numbers; nothing is trained."""
+"""The rows of experiments/optimus.py, and its tables and figure from fixed numbers; nothing is trained."""
 
 import copy
 import io
@@ -15,7 +15,7 @@ from tests.runs import trainer_of
 
 
 def built(row, text, steps=20):
-    """The parts of a row's run, its fields set as flags set them."""
+    """Build the parts of a row's run, with its fields set as flags set them."""
     config = gpt_optimus.get_config(f"{row.shorthand},steps={steps}")
     for name, value in (field.split("=", 1) for field in row.fields):
         known = config
@@ -61,7 +61,7 @@ SUMMARIES = {
 
 
 def lines(table):
-    """{name: its cells} of a Markdown table."""
+    """Return {name: cells} of a Markdown table."""
     screen = io.StringIO()
     rich.console.Console(file=screen, width=140).print(table)
     rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in screen.getvalue().splitlines() if "|" in line]

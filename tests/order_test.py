@@ -1,4 +1,4 @@
-"""Collectives of a program on CPU devices are in one order, whether it was compiled or loaded from the compilation cache."""
+"""Collectives of a program on CPU devices have one order, whether it was compiled or loaded from the compilation cache."""
 
 import functools
 
@@ -38,7 +38,7 @@ summed.defvjp(lambda x: (summed(x), None), lambda _, g: (g,))
 
 
 def in_bodies(x, step):
-    """Collectives in every kind of body that JAX has, of which none needs another's result."""
+    """Collectives in every kind of JAX body, none of which needs another's result."""
 
     @jax.jit
     def tick(carry, row):
@@ -62,7 +62,7 @@ def flat(x, step):
 
 
 def compiled(fn):
-    """Its text and its results, of integers, which no compiler rounds."""
+    """Return its text and its integer results, which no compiler rounds."""
     x = workers().build(lambda worker: np.random.default_rng(worker).integers(-9, 9, (8, 8)).astype(np.float32))
     program = workers().jit(fn, (0, None)).lower(x, 3).compile()
     return program.as_text(), jax.tree.map(np.asarray, program(x, 3))
@@ -71,7 +71,7 @@ def compiled(fn):
 def test_bodies_wait_for_what_is_sent_before_them_and_bits_stay(monkeypatch):
     text, found = compiled(in_bodies)
     assert not hlo_order.unordered(text)
-    assert 'runs=3/all_gather"' in text  # Scopes stay: bytes are counted by them.
+    assert 'runs=3/all_gather"' in text  # scopes remain: bytes are counted by them
     monkeypatch.setattr(order, "in_order", lambda fn: fn)
     text, expected = compiled(in_bodies)
     assert len(hlo_order.unordered(text)) > 6

@@ -1,4 +1,4 @@
-"""What tests of outer steps share: N workers with a quadratic each, methods that take their steps, in float64, and dense references."""
+"""Shared by tests of outer steps: N workers with a quadratic each, methods that run on them in float64, and dense references."""
 
 import functools
 
@@ -13,7 +13,7 @@ from tests.stand_ins import DenseAdam as Adam
 
 N, P, STEPS, LR = 4, 8, 24, 0.05
 _rng = np.random.default_rng(1)
-# F_i(x) = ½ ‖A_i x − b_i‖², and fresh noise of the gradient in every step.
+# F_i(x) = ½ ‖A_i x − b_i‖², with fresh gradient noise in every step.
 A = _rng.normal(size=(N, P, P)) / np.sqrt(P) + np.eye(P)
 B = _rng.normal(size=(N, P))
 NOISE = 0.1 * _rng.normal(size=(STEPS, N, P))
@@ -22,7 +22,7 @@ START = np.tile(X0, (N, 1))
 
 
 def gradients(x_NxP, step):
-    """∇F_i(x_i) of all workers, [N, P]."""
+    """Return ∇F_i(x_i) of all workers, [N, P]."""
     residual = np.einsum("nij,nj->ni", A, x_NxP) - B
     return np.einsum("nji,nj->ni", A, residual) + NOISE[step]
 
@@ -37,7 +37,7 @@ def graph(name="ring", **options):
 
 
 def tree(x_P):
-    """Two rows of a matrix, and a vector."""
+    """A matrix of two rows, and a vector."""
     return {"matrix": x_P[:4].reshape(2, 2), "vector": x_P[4:]}
 
 
@@ -46,9 +46,9 @@ def flat(params):
 
 
 def trajectory(make, mode="simulated", received=False):
-    """(x_{STEPS+1 x N x P}, last state, method) of `make(channel) -> Method`, one program for each of its phases.
+    """Return (x_{STEPS+1 x N x P}, last state, method) of `make(channel) -> Method`, with one program per phase.
 
-    With `received` the method's exchange runs as a program of its own, as engine "split" runs it.
+    With `received`, the method's exchange is a separate program, as engine "split" runs it.
     """
     w = workers(mode)
 
@@ -83,7 +83,7 @@ adam = functools.partial(optax.adam, b2=0.99)
 
 
 def diloco(H, rate, momentum, nesterov=True, direction=None):
-    """The path of DiLoCo as its paper states it: Δ = mean(a − x_i), m ← μm + Δ, a ← a − η(Δ + μm), or η m."""
+    """Return DiLoCo's path as in its paper: Δ = mean(a − x_i), m ← μm + Δ, a ← a − η(Δ + μm), or η m."""
     direction, x, anchor, m, path = direction or Adam(), START, X0, 0.0, [START]
     for t in range(STEPS):
         x = x - LR * direction(gradients(x, t))

@@ -1,4 +1,4 @@
-"""SlowMo, gossip DiLoCo and NoLoCo against dense NumPy references written as the papers state them, and their limits, in float64."""
+"""SlowMo, gossip DiLoCo and NoLoCo against dense NumPy references written as in the papers, and their limits, in float64."""
 
 import functools
 
@@ -59,7 +59,7 @@ def test_slowmo_is_the_dense_reference_whose_change_is_compressed_with_error_fee
         return slowmo(adam(rate), reducer, N, rate, every=H, outer_learning_rate=0.8, outer_momentum=0.5)
 
     path, state, _ = trajectory(make, mode)
-    # The matrix and the vector are one bucket.
+    # The matrix and the vector share a bucket.
     close(path, dense_slowmo(0.8, 0.5, code=dense_top(0.5)))
     assert all(np.ptp(x, axis=0).max() == 0 for x in jax.tree.leaves((state.anchor, state.momentum)))
 
@@ -89,7 +89,7 @@ def test_slowmo_without_momentum_is_local_sgd():
 
     found, expected = trajectory(make)[0], trajectory(averaged)[0]
     close(found, expected, 1e-14)
-    # And so is decentralized training in order "atc", with any mixer in every H-th step.
+    # So is decentralized training in order "atc", with any mixer in every H-th step.
     gossiping = lambda channel: methods.decentralized(optax.sgd(rate), exact("complete")(channel), order="atc", every=H)
     close(trajectory(gossiping)[0], expected, 1e-14)
 
@@ -159,12 +159,12 @@ def test_noloco_is_the_dense_reference_and_with_all_in_a_pair_diloco(name):
 
 
 def test_a_mixer_with_a_memory_may_be_the_outer_average():
-    """CHOCO mixes the parameters of outer steps; workers that are equal stay so, and others go about where they go without a codec."""
+    """CHOCO mixes the parameters of outer steps; equal workers stay equal, and others move about as they do without a codec."""
     choco = lambda channel: gossip.choco(graph("ring"), channel, codec=top(0.5))
     options = dict(every=H, outer_learning_rate=0.7, outer_momentum=0.0)
     make = lambda build: lambda channel: gossip_diloco(optax.sgd(0.0), build(channel), **options)
     path, _, _ = trajectory(make(choco))
-    close(path, np.broadcast_to(START, path.shape), 1e-12)  # Equal workers stay so.
+    close(path, np.broadcast_to(START, path.shape), 1e-12)  # equal workers stay equal
     path, state, _ = trajectory(lambda channel: gossip_diloco(optax.sgd(LR), choco(channel), **options))
     plain, _, _ = trajectory(lambda channel: gossip_diloco(optax.sgd(LR), exact("ring")(channel), **options))
     assert np.abs(path[-1].mean(axis=0) - plain[-1].mean(axis=0)).max() < 0.1 and path.shape == plain.shape

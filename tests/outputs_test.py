@@ -1,4 +1,4 @@
-"""Where commands write: every output is tried before the work, and neither a smoke run nor a part of the rows replaces whole results.
+"""Outputs of commands: each is tried before the work starts, and neither a smoke run nor a subset of rows replaces full results.
 
 And how a signal ends an experiment.
 """
@@ -24,19 +24,19 @@ from tests import commands
 from tests.help_test import MODULES
 
 STARTED = [module for module in MODULES if module.startswith("experiments.")]
-WRITTEN = ("out", "workdir", "results", "pages")  # names of flags that are outputs, whatever the experiment
+WRITTEN = ("out", "workdir", "results", "pages")  # names of flags that are outputs in every experiment
 
 
 class Command(NamedTuple):
-    """A command that does nothing but to read its flags."""
+    """A command that only reads its flags."""
 
     flags: dict[str, Any]  # by name
-    start: Callable[..., str]  # with these arguments: what it says in one line as it refuses them, or "" if it takes them
+    start: Callable[..., str]  # with these arguments: the one-line refusal, or "" if they are accepted
 
 
 @pytest.fixture
 def defined(monkeypatch, capsys):
-    """`defined(module)` defines the flags of a command, in place of those of other commands that were imported."""
+    """`defined(module)` defines the flags of a command, in place of those of previously imported commands."""
     held = flags.FLAGS._flags()
     others = {name: flag for name, flag in held.items() if not _is_of_every_command(name)}
     before, verbosity = set(held) - set(others), logging.get_verbosity()
@@ -60,7 +60,7 @@ def defined(monkeypatch, capsys):
 
         monkeypatch.setattr(real, "run", lambda main, errors=(): None)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # Another test has imported the module.
+            warnings.simplefilter("ignore", RuntimeWarning)  # another test has imported the module
             runpy.run_module(module, run_name="__main__")
         return Command(dict(held), start)
 
@@ -70,9 +70,7 @@ def defined(monkeypatch, capsys):
     yield define
     logging.set_verbosity(verbosity)
     for name in set(held) - before:
-        if not (flags.FLAGS.find_module_defining_flag(name) or "").startswith(
-            "launch."
-        ):  # Of modules that were imported meanwhile.
+        if not (flags.FLAGS.find_module_defining_flag(name) or "").startswith("launch."):  # of modules imported meanwhile
             del held[name]
     held.update(others)
 
@@ -86,7 +84,7 @@ def outputs(found):
 
 
 def needed(found, tmp_path, but=""):
-    """The flag that some commands demand."""
+    """The flag that some commands require."""
     return [f"--out={tmp_path / 'out'}"] if but != "out" and outputs(found).get("out") == "folder" else []
 
 
@@ -143,7 +141,7 @@ def test_neither_smoke_runs_nor_parts_replace_whole_results(module, defined, tmp
 
 
 def one_of(flag):
-    """A value that leaves something out."""
+    """A value that selects a subset."""
     if isinstance(flag.default, list):
         return flag.default[0] if flag.default else "dirichlet_0.1"
     return flag.default - 1
@@ -151,7 +149,7 @@ def one_of(flag):
 
 @pytest.mark.parametrize("module", STARTED)
 def test_results_are_written_in_one_place(module):
-    """Only there can smoke runs and parts be told from whole results."""
+    """Only then can smoke runs and subsets be told from full results."""
     text = (commands.ROOT / f"{module.replace('.', '/')}.py").read_text()
     assert "FLAGS.pages" not in text
     assert 'command.FOLDER, "out"' not in text or "FLAGS.out" not in text

@@ -36,7 +36,7 @@ def read(*entry, below="", a="f32[3,7]{1,0}", b="f32[7,5]{1,0}"):
 
 
 def places(schedule):
-    """(asynchronous, inside, started, finished, hidden) of every transfer."""
+    """Return (asynchronous, inside, started, finished, hidden) of every transfer."""
     return [tuple(transfer[1:]) for transfer in schedule.in_flight]
 
 
@@ -122,7 +122,7 @@ def test_the_body_of_a_loop_counts_as_often_as_it_runs(known):
         ),
         ("bf16[3,5]{1,0:T(8,128)(2,1)} convolution(%a, %b), dim_labels=bf_oi->bf", "bf16[3,7]{1,0}", "bf16[5,7]{1,0}", FLOPS),
         ("f32[3,5]{1,0} convolution(%a, %b), dim_labels=fb_io->bf", "f32[7,3]{1,0}", "f32[7,5]{1,0}", FLOPS),
-        # Two batch axes of sizes 2 and 4, as a TPU's compiler writes them.
+        # Two batch axes of sizes 2 and 4, as a TPU compiler writes them.
         (
             "f32[2,4,3,5]{3,2,1,0} convolution(%a, %b), window={size=2x4 stride=1x3 lhs_dilate=2x4}, dim_labels=0b1f_0o1i->01bf",
             "f32[2,3,4,7]{3,2,1,0}",
@@ -140,12 +140,12 @@ def test_the_body_of_a_loop_counts_as_often_as_it_runs(known):
     ids=["cuBLAS", "batches", "transposed", "of a weight's gradient", "dilated", "padded"],
 )
 def test_products(line, a, b, flops):
-    schedule = read(f"%f = {line}, {FORWARD}", B, f"%u = {line}", a=a, b=b)  # Of no pass: not counted.
+    schedule = read(f"%f = {line}, {FORWARD}", B, f"%u = {line}", a=a, b=b)  # of neither pass: not counted
     assert schedule.forward_flops == flops
 
 
 def test_the_work_of_a_program_compiled_here():
-    """Three layers of 8 x 8 weights under `scan`, four rows: the backward pass takes two products for each of the forward."""
+    """Three layers of 8 x 8 weights under `scan`, four rows: the backward pass takes two products for each forward one."""
 
     def loss(w_LxDxD, x_BxD):
         return jax.lax.scan(lambda x_BxD, w_DxD: (jnp.tanh(x_BxD @ w_DxD), None), x_BxD, w_LxDxD)[0].sum()

@@ -1,4 +1,4 @@
-"""The API for loops of one's own: what it refuses, in one line that names the value and the fix, and what it takes."""
+"""The API for custom loops: one-line refusals with the value and the fix, and what it accepts."""
 
 import os
 import pathlib
@@ -40,7 +40,7 @@ def sgd(mixer):
 
 
 def trained(workers, tx, schedule, steps=1, targets=None):
-    """The parameters of all workers after some steps of a quadratic loss, from 0, whose minimum on worker i is i."""
+    """Return the parameters of all workers after some steps from 0 on a quadratic loss with minimum i on worker i."""
 
     def fn(params, state, target, *, phase):
         updates, state = tx.update(jax.tree.map(lambda x: x - target, params), state, params, phase=phase)

@@ -1,4 +1,4 @@
-"""One part of each kind, as a project outside of decjax would write them: a file, and nothing else."""
+"""One part of each kind, as a project outside of decjax would write them: a single file."""
 
 import jax
 import jax.numpy as jnp
@@ -64,13 +64,13 @@ class Points(tasks.Task, name="points"):
 
 @registry.register("topology", "wheel")
 def wheel(num_workers):
-    """Everybody sends to the next, halves."""
+    """Everyone sends half to the next worker."""
     W_NxN = (np.eye(num_workers) + np.roll(np.eye(num_workers), 1, axis=0)) / 2
     return graphs.from_matrices([W_NxN])
 
 
 class Halves(codecs.Codec, name="halves"):
-    """Whole multiples of 1/steps, as 16-bit numbers."""
+    """Multiples of 1/steps, as 16-bit numbers."""
 
     steps: int = 64
 
@@ -89,7 +89,7 @@ class Halves(codecs.Codec, name="halves"):
 
 @registry.register("mixer", "lazy", needs="any graph")
 def lazy(topology: graphs.Topology, channel: Channel = Channel(), *, share: float = 0.5):
-    """Plain gossip, of which a share counts."""
+    """Plain gossip, partially applied."""
     return gossip.damp(gossip.exact(topology, channel), share)
 
 
@@ -113,13 +113,13 @@ def plain(learning_rate, *, sign: bool = False):
 
 @registry.register("schedule", "constant")
 def constant(steps, *, learning_rate: float = 0.1):
-    """The same in all steps."""
+    """The same in every step."""
     return optax.constant_schedule(learning_rate)
 
 
 @registry.register("method", "solo", chooses=("optimizer",))
 def solo(inner, num_workers, *, slower: float = 1.0):
-    """Everybody for himself."""
+    """No worker communicates."""
     inner = optax.with_extra_args_support(optax.chain(inner, optax.scale(slower)))
 
     def update(grads, state, params=None, *, phase=None, **extra):

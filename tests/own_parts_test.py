@@ -1,4 +1,4 @@
-"""Parts of one's own are chosen, trained and listed as those of decjax are; one file holds them, and no second place."""
+"""Custom parts are chosen, trained and listed like decjax's own, from a single file."""
 
 import importlib
 import sys
@@ -21,7 +21,7 @@ STEPS = 40
 
 @pytest.fixture(scope="module", autouse=True)
 def own_parts(forgotten_parts):
-    """The file is imported, as a config would."""
+    """The file is imported, as by a config."""
     sys.modules.pop("tests.own_parts", None)
     return importlib.import_module("tests.own_parts")
 
@@ -83,7 +83,7 @@ def test_options_of_another_part_are_refused_by_name():
 def test_a_model_that_names_a_task_of_decjax_is_trained_by_it():
     @registry.register("model", "narrow", tasks=("lm",))
     def narrow(divide, *, heads: int = 3):
-        """A small decoder; its heads are none of attention, so that no group of devices has to divide them."""
+        """A small decoder; it has no attention heads, so a tensor-parallel group need not divide any."""
         return models.decoder_lm(width=8, hidden=heads * 8, divide=divide)
 
     config = lm.get_config("smoke,workers=2,tensor=2")

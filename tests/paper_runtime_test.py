@@ -1,4 +1,4 @@
-"""The paper's iteration times: the fit holds on its rows, and what it says beyond them is possible."""
+"""The paper's iteration times: the fit holds for its rows, and its extrapolations are plausible."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests import commands
 
 @pytest.fixture(scope="module", params=["a40"])
 def predicted(request):
-    """(cluster, {GPUs: ms of the four methods}), one size beyond the rows included."""
+    """(cluster, {GPUs: ms of the four methods}), with one size beyond the rows."""
     sizes = tuple(paper.MEASURED_MS[request.param])
     return request.param, {size: paper.predict_at(request.param, size) for size in (*sizes, 2 * sizes[-1])}
 
@@ -29,7 +29,7 @@ def test_the_unseen_size_is_plausible(predicted):
     all_reduce, _, exp, aer = rows[unseen]
     compute_ms = 1e3 * np.exp(paper.fit(name, tuple(paper.MEASURED_MS[name]))[:2]) @ [1 / unseen, 1]
     assert compute_ms < min(exp, aer) and max(exp, aer) < all_reduce
-    assert aer < rows[last][3]  # less computing for each, and the same messages
+    assert aer < rows[last][3]  # less computing each, and the same messages
     # Nothing shrinks faster than the share of the batch.
     assert (rows[unseen] > rows[last] / 2).all()
 

@@ -1,4 +1,4 @@
-"""experiments.paper: how rows are judged, and the whole way with tiny models."""
+"""experiments.paper: how rows are judged, and a run from start to end with tiny models."""
 
 import gzip
 import importlib
@@ -21,7 +21,7 @@ LOG = pathlib.Path(__file__).parents[1] / "experiments/results/paper.jsonl"  # o
 
 
 def test_equal_means_overlap_and_less_than_a_sigma():
-    """Intervals are ± 2σ of the mean; one seed has none and is equal to nothing."""
+    """Intervals are ± 2σ of the mean; a single seed has none and is equal to nothing."""
     one = seeds.spread([27.7, 27.8, 27.9])
     assert one.mean == pytest.approx(27.8) and one.sigma == pytest.approx(0.1) and one.error == pytest.approx(0.2 / math.sqrt(3))
     assert one.text(2) == "27.80 ± 0.20" and seeds.spread([27.7]).text(1) == "27.7"
@@ -37,7 +37,7 @@ def test_equal_means_overlap_and_less_than_a_sigma():
 
 
 def test_intervals_that_touch_overlap():
-    """Accuracies are counts: the intervals of (2, 3, 4) and (6, 8, 10) of 359 end at the same number, whatever rounding says."""
+    """Accuracies are counts: the intervals of (2, 3, 4) and (6, 8, 10) of 359 end at the same number, despite rounding."""
     for other in (6, 8, 10), (16, 18, 20):
         one, two = (seeds.spread([k / 359 for k in counts]) for counts in ((2, 3, 4), other))
         touching = seeds.Spread(one.mean + one.error + two.error, two.sigma, 3)
@@ -50,7 +50,7 @@ def test_names_are_folders():
 
 
 def test_other_options_have_other_folders(tmp_path):
-    """A smoke run must not stand for a whole one."""
+    """A smoke run must not pass for a full one."""
     one, other = (
         trials.trial(tmp_path, "ring 0.01 0", f"configs/digits.py:{size}", {"seed": 0}) for size in ("smoke", "steps=300")
     )
@@ -96,7 +96,7 @@ def cells(table):
 
 
 def test_rows_are_compared_with_the_row_that_they_name():
-    """D-Adam on 8 workers with all-reduce on 8."""
+    """D-Adam on 8 workers against all-reduce on 8."""
     values = {"all-reduce, N = 4": 1.0, "D-Adam, N = 4": 1.1, "all-reduce, N = 8": 2.0, "D-Adam, N = 8": 2.1}
     rows = cells(quality.tabulate("workers", {name: result(value) for name, value in values.items()}))
     assert [row[2] for row in rows] == ["", "+0.1000 (+10.0 %)", "", "+0.1000 (+5.0 %)"]
@@ -109,7 +109,7 @@ def test_grids_go_down_where_everything_diverges():
 
 
 def test_the_whole_way_with_tiny_models(tmp_path):
-    """With data that are made up. Digits go the whole way in tests/heterogeneity_test.py."""
+    """With synthetic data. tests/heterogeneity_test.py runs the digits from start to end."""
     line = ("experiments.paper", f"--out={tmp_path}", "--only=noise_floor,translation", "--smoke")
     first = commands.run(*line)
     assert first.returncode == 0, first.stderr
@@ -133,7 +133,7 @@ def test_the_exit_code_of_divergence_is_known_to_launchers():
 
 @pytest.fixture
 def made(monkeypatch):
-    """Trainings that only write a summary; those with seed 3 diverge. Returns the seeds that were trained."""
+    """Runs that only write a summary; those with seed 3 diverge. Return the seeds that were trained."""
     seeds = []
 
     def train(trial):
@@ -154,13 +154,13 @@ def test_what_the_book_holds_is_not_trained_again(made, tmp_path):
     path = tmp_path / "results.jsonl"
     log = ResultsLog(path)
     assert [log.result(trial(tmp_path / "a", seed)) for seed in (0, 3, 0)] == [{"eval_loss": 2.0}, None, {"eval_loss": 2.0}]
-    again = ResultsLog(path)  # The directories need not be there any more.
+    again = ResultsLog(path)  # the directories may be gone by then
     assert [again.result(trial(tmp_path / "b", seed)) for seed in (0, 3)] == [{"eval_loss": 2.0}, None] and made == [0, 3]
     assert again.result(trial(tmp_path / "b", 1), lambda run: {"twice": 2 * run.summary()["eval_loss"]}) == {"twice": 6.0}
 
 
 def test_tables_need_no_data_where_the_book_has_the_trainings(tmp_path):
-    """Smoke runs in it, and runs with other data, change nothing."""
+    """Smoke runs in the log, and runs with other data, change nothing."""
     log = tmp_path / "results.jsonl"
     lines = LOG.read_text().splitlines(keepends=True)
     smoke = {"config": "configs/cifar.py:smoke", "fields": {"data.path": "01234567"}, "numbers": {}}
@@ -187,7 +187,7 @@ def test_parts_without_data_are_left_out_where_none_is_asked_for(monkeypatch, tm
 
 
 def test_looking_for_data_trains_nothing(made, monkeypatch, tmp_path):
-    """Also where rates are tuned on data that need no flag, as those of Shakespeare's plays are."""
+    """Also where rates are tuned on data without a flag, such as Shakespeare's plays."""
     given = Flags(only=["shakespeare"], smoke=False, pages=None, shakespeare=None)
     monkeypatch.setattr(paper, "FLAGS", given)
     with pytest.raises(SystemExit):
@@ -230,7 +230,7 @@ def test_a_line_that_is_cut_short_is_dropped_and_a_damaged_one_refused(made, tmp
     path.write_text(whole[:20] + "\n" + whole)
     with pytest.raises(trials.Broken, match="line 1 is not a line of a results log"):
         ResultsLog(path)
-    path.write_text(whole.rstrip())  # An editor left out the newline.
+    path.write_text(whole.rstrip())  # an editor removed the final newline
     ResultsLog(path).result(trial(tmp_path, 2))
     assert ResultsLog(path).result(trial(tmp_path, 0)) and made == [0, 1, 2]
 
@@ -266,7 +266,7 @@ def test_a_full_disk_leaves_whole_lines(made, tmp_path, monkeypatch):
 
 
 class Short:
-    """An unbuffered file that takes ten bytes."""
+    """An unbuffered file that accepts ten bytes."""
 
     def __init__(self, file):
         self._file = file
@@ -311,7 +311,7 @@ def test_what_is_waiting_is_not_made_after_an_error():
 
 
 def test_a_book_that_cannot_be_used_is_refused_at_once(tmp_path):
-    """Devices and pipes are not opened: reading them may never end. A results log that no training was added to is not there."""
+    """Devices and pipes are not opened, since reading them may never end. A results log without added runs is absent."""
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     os.mkfifo(tmp_path / "pipe")
     for path in tmp_path, tmp_path / "bytes", tmp_path / "bytes" / "results", tmp_path / "pipe", pathlib.Path("/dev/full"):
@@ -343,7 +343,7 @@ def test_a_damaged_file_of_data_is_one_line(tmp_path):
 
 
 def test_other_data_at_the_same_path_are_another_run(tmp_path):
-    """And the same data under another name, or gzipped, are the same."""
+    """The same data under another name, or gzipped, count as the same."""
     text = tmp_path / "text"
     folders = []
     for content in "old", "new":
@@ -384,7 +384,7 @@ def test_rows_of_different_texts_are_refused():
 
 @pytest.mark.parametrize("name", studies.STUDIES)
 def test_every_row_of_a_study_is_a_run(name, tmp_path):
-    """Its shorthand and fields go together, with the steps and workers that the study says."""
+    """Its shorthand and fields are applied together, with the study's steps and workers."""
     trainings = quality.Runs(tmp_path, ResultsLog(tmp_path / "results.jsonl"), name, "", smoke=False)
     for method, row in trainings.study.rows.items():
         made = trainings.trial(method, 1e-3, seed=0)
@@ -418,7 +418,7 @@ def test_rates_are_tuned_in_shorter_runs_with_a_seed_of_their_own(made, monkeypa
 
 
 def test_rates_of_another_study_are_tuned_on_its_data(monkeypatch, tmp_path):
-    """Those of gap_shakespeare on the text of gap_both; then each row trains on the plays."""
+    """Rows of gap_shakespeare on the text of gap_both; then each row trains on the plays."""
     trained = []
 
     def train(pool, trial):
@@ -448,7 +448,7 @@ def test_tables_are_written_into_pages(tmp_path, monkeypatch, old):
     monkeypatch.setattr(script.flags, "FLAGS", types.SimpleNamespace(pages=str(tmp_path)))
     table = script.table("", "loss")
     table.add_row("gossip", "1.5")
-    for _ in range(2):  # The second time it replaces its own.
+    for _ in range(2):  # the second time it replaces its own
         script.fill("one", table)
     assert page.read_text() == (
         "Before.\n\n<!-- table one -->\n|        | loss |\n|--------|------|\n| gossip |  1.5 |\n<!-- end -->\n\n"

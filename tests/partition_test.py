@@ -1,4 +1,4 @@
-"""Partitions: every example has one owner, sizes are equal, and α says how unlike workers are."""
+"""Partitions: every example has one owner, sizes are equal, and α controls how different the workers are."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ ALL = ("iid", "contiguous", "dirichlet", "dirichlet(alpha=1e-9)", "dirichlet(alp
 
 
 def split(chosen, labels, num_workers, seed):
-    """The examples of each worker; of an iid partition those of its first epoch, taken as one batch."""
+    """Return the examples of each worker; for an iid partition those of its first epoch, taken as one batch."""
     name, alpha = partition.parse(chosen)
     if name != "iid":
         return partition.split(alpha, labels, num_workers, seed)
@@ -22,7 +22,7 @@ def split(chosen, labels, num_workers, seed):
 
 
 def table(labels, parts):
-    """How many examples of each class each worker has, counts_NxK."""
+    """Return the number of examples of each class on each worker, counts_NxK."""
     return np.stack([np.bincount(labels[part], minlength=labels.max() + 1) for part in parts])
 
 
@@ -60,7 +60,7 @@ def test_any_dirichlet_gives_every_example_once(labels, num_workers, alpha, seed
 
 def test_alpha_goes_from_one_class_each_to_all_alike():
     def unlike(alpha):
-        """Mean total variation between a worker's shares of classes and all workers', over ten seeds."""
+        """Return the mean total variation between a worker's class distribution and the global one, over ten seeds."""
         distances = []
         for seed in range(10):
             shares_NxK = table(LABELS, split(f"dirichlet(alpha={alpha})", LABELS, 10, seed)) / 143.7
@@ -69,7 +69,7 @@ def test_alpha_goes_from_one_class_each_to_all_alike():
 
     found = [unlike(alpha) for alpha in (1e-4, 0.1, 1, 10, 1e6)]
     assert found == sorted(found, reverse=True)
-    assert found[0] > 0.6 and found[-1] < 0.05  # 0.9 is one class each.
+    assert found[0] > 0.6 and found[-1] < 0.05  # 0.9 is one class each
 
 
 @pytest.mark.parametrize("chosen", ALL)

@@ -50,7 +50,7 @@ def test_a_part_with_options_defaults_and_docstring():
 
 
 def test_options_hold_what_a_config_can():
-    """Of optax, functions, trees and what optimizers are made of are left out."""
+    """Options inherited from optax, functions, trees and arguments of optimizer constructors are left out."""
     found = {name: registry.part("optimizer", name).options for name in registry.names("optimizer")}
     assert "muon" in found and not [name for name in found if name.startswith("scale_by_")]
     assert found["lbfgs"].keys() == {"memory_size", "scale_init_precond"} and "hessian_diagonal_fn" not in found["sophia"]
@@ -62,7 +62,7 @@ def test_options_hold_what_a_config_can():
 
 @pytest.mark.parametrize("kind", registry.KINDS)
 def test_docstrings_tell_of_every_option(kind):
-    """Of decjax's own parts: those of optax and of other tests are no concern of these docstrings."""
+    """Only decjax's own parts: docstrings of optax and of other tests' parts are out of scope."""
     known = [registry.part(kind, name) for name in registry.names(kind)]
     own = [part for part in known if part.factory.__module__.startswith("decjax.")]
     assert own
@@ -72,7 +72,7 @@ def test_docstrings_tell_of_every_option(kind):
 
 
 def lines(shown, columns):
-    """What a console of so many columns prints."""
+    """Return what a console of so many columns prints."""
     terminal = rich.console.Console(file=io.StringIO(), width=columns)
     for each in shown:
         terminal.print(each, markup=False)

@@ -1,4 +1,4 @@
-"""experiments/bench/peer: another interpreter answers what it is asked, or says in one line why not."""
+"""experiments/bench/peer: another interpreter answers requests, or explains on one line why not."""
 
 import os
 import pathlib
@@ -22,7 +22,7 @@ def test_a_peer_answers_until_it_leaves(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, ROOT))))
     peer = Peer(sys.executable, "stand_in", "2.13")
     assert peer.version == "2.13" and peer.ask("repeat", text="ab", count=2) == "abab"
-    for _ in range(2):  # As it leaves, and when it is gone.
+    for _ in range(2):  # while it exits, and after it has
         with pytest.raises(command.UserError, match=f"--peers={sys.executable}: no answer; give an interpreter with the packages"):
             peer.ask("leave")
 

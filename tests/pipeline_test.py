@@ -1,4 +1,4 @@
-"""A divided model takes the steps of the whole one: every layout of the mesh, every schedule; and the executor's tables."""
+"""A pipelined model takes the steps of the undivided one: every mesh layout, every schedule; and the executor's tables."""
 
 import functools
 
@@ -30,7 +30,7 @@ def model(tied=False, depth=DEPTH, heads=2):
 
 
 def init(model, key):
-    """Nothing at zero or one, so that every parameter matters from the first step."""
+    """No parameter is zero or one, so that every one has an effect from the first step."""
     params = model.init(key)
     leaves, tree = jax.tree.flatten(params)
     keys = tree.unflatten(list(jax.random.split(jax.random.key(1), len(leaves))))
@@ -38,32 +38,32 @@ def init(model, key):
 
 
 def tokens(step):
-    """Counting from anywhere, in ones or in threes: something to learn."""
+    """Counting from any start, in ones or in threes: a learnable sequence."""
     start_Bx1, stride_Bx1 = np.random.default_rng(step).integers(0, [[[VOCABULARY]], [[2]]], (2, BATCH, 1))
     return ((start_Bx1 + (1 + 2 * stride_Bx1) * np.arange(CONTEXT + 1)) % VOCABULARY).astype(np.int32)
 
 
 def optimizer(norm):
-    """Clips in every step, so that the norm counts."""
+    """Clips in every step, so that the norm matters."""
     return optax.chain(clip_by_global_norm(0.5, norm), optax.adamw(0.02, weight_decay=0.1))
 
 
 @functools.cache
 def start(tied, depth, runs=(), autoencoder=0):
-    """The parameters that every layout starts from; with autoencoders between runs of layers."""
+    """The initial parameters of every layout, with autoencoders between groups of layers."""
     whole = completed(tied, depth, runs, autoencoder)
     return jax.tree.map(np.asarray, jax.jit(functools.partial(init, whole))(jax.random.key(0)))
 
 
 def completed(tied, depth, runs, autoencoder):
-    """The model, with autoencoders between runs of layers."""
+    """The model, with autoencoders between groups of layers."""
     whole = model(tied, depth)
     return pipeline.divide(whole.parts, len(runs), layers=runs, autoencoder=autoencoder).complete(whole) if autoencoder else whole
 
 
 @functools.cache
 def one_device(tied, depth=DEPTH, runs=(), autoencoder=0):
-    """(losses, final parameters) of one device that sees the whole batch."""
+    """Return (losses, final parameters) of one device that sees the whole batch."""
     whole, tx = completed(tied, depth, runs, autoencoder), optimizer(optax.global_norm)
     params = start(tied, depth, runs, autoencoder)
 
@@ -81,7 +81,7 @@ def one_device(tied, depth=DEPTH, runs=(), autoencoder=0):
 
 
 def source_of(model, S, batch_size, *, schedule, microbatches, remat, boundary=None, **options):
-    """The gradient of a model in S stages."""
+    """Return the gradient of a model in S stages."""
     batch = jax.ShapeDtypeStruct((batch_size, CONTEXT + 1), jnp.int32)
     division = pipeline.divide(model.parts, S, **options)
     return pipeline.Staged(division, schedule=schedule, microbatches=microbatches, remat=remat, batch=batch, boundary=boundary)
@@ -103,7 +103,7 @@ def train(
     autoencoder=0,
     fused=False,
 ):
-    """(losses, final parameters of every worker, program) of a layout, by the library's own engine."""
+    """Return (losses, final parameters of every worker, program) of a layout, with the library's own engine."""
     whole = model(tied, depth)
     workers = mesh.make_workers(N, stages=S, tensor=T, simulate=simulate, divided=whole.divided)
     if S > 1:
@@ -133,11 +133,11 @@ def check(losses, params, tied, depth=DEPTH):
     expected, final = one_device(tied, depth)
     assert expected[-1] < 0.9 * expected[0]
     np.testing.assert_allclose(losses, expected, rtol=5e-5)
-    # Adam divides by the root of what may be tiny: elements may differ more than losses, and by less than a step's length.
+    # Adam divides by a root that may be tiny: elements may differ more than losses, but by less than a step.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, np.broadcast_to(y, x.shape), rtol=2e-2, atol=2e-3), params, final)
 
 
-# Pairs of stages, tensor-parallel devices, schedules and options, rather than all combinations.
+# Pairs of stages, tensor-parallel devices, schedules and options, instead of all combinations.
 LAYOUTS = [
     (8, 1, 1, "1f1b", 1, dict(microbatches=2)),
     (4, 1, 2, "1f1b", 1, dict(tied=True)),
@@ -171,13 +171,11 @@ def test_simulated_stages_take_the_same_steps():
     "S, T, name, C, runs, remat", [(2, 1, "interleaved", 2, (2, 2, 2, 2), False), (2, 2, "1f1b", 1, (5, 3), True)]
 )
 def test_autoencoders_between_stages_are_those_of_the_whole_model(S, T, name, C, runs, remat):
-    """Trained jointly, with the gradients that one device finds for them; the learned directions are six of eight."""
+    """Trained jointly, with the gradients that one device computes; the learned directions are six of eight."""
     losses, params, _ = train(2, S, T, name, C, tied=True, remat=remat, layers=runs, autoencoder=6)
     expected, _ = one_device(True, runs=runs, autoencoder=6)
     assert expected[-1] < 0.7 * expected[0]
-    np.testing.assert_allclose(
-        losses, expected, rtol=1e-4
-    )  # Through fewer directions Adam amplifies rounding tenfold in three steps.
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)  # with fewer directions, Adam amplifies rounding tenfold in three steps
     encoder_NxUxDxR = params["autoencoder"]["encoder_DxR"]
     before = start(True, DEPTH, runs, 6)["autoencoder"]["encoder_DxR"]
     assert np.abs(encoder_NxUxDxR[0] - before).max() > 0.05
@@ -203,7 +201,7 @@ def test_an_autoencoder_of_full_width_changes_nothing_at_first():
     "name, S, C", [("gpipe", 4, 1), ("1f1b", 4, 1), ("1f1b", 8, 1), ("interleaved", 2, 2), ("interleaved", 4, 3)]
 )
 def test_what_waits_in_a_slot_is_there_when_it_is_read(name, S, C, remat):
-    """Plays the tables with labels in place of arrays."""
+    """Execute the tables with labels instead of arrays."""
     schedule = schedules.make(name, S, 2 * S, C)
     table = table_lib.tabulate(schedule, lambda send: send.in_epilogue, remat)
     boxes = {kind: [[None] * table.slots[kind] for _ in range(S)] for kind in table.slots}
@@ -260,7 +258,7 @@ def test_slots_of_1f1b_do_not_grow_with_microbatches(remat):
 
 
 def compiled(S, name, microbatches, C=1, *, remat=False, tied=False, boundary=None, depth=DEPTH, autoencoder=0):
-    """The gradient of one worker, one sequence a microbatch."""
+    """The gradient of one worker, one sequence per microbatch."""
     workers, whole = mesh.make_workers(1, stages=S), model(tied, depth)
     division = pipeline.divide(whole.parts, S, C, autoencoder=autoencoder)
     of = pipeline.make_gradient(division, schedules.make(name, S, microbatches, C), remat=remat, boundary=boundary)
@@ -275,7 +273,7 @@ def compiled(S, name, microbatches, C=1, *, remat=False, tied=False, boundary=No
 @pytest.mark.parametrize("remat", [True, False])
 def test_memory_of_1f1b_does_not_grow_with_microbatches(remat):
     few, many = (compiled(2, "1f1b", count, remat=remat)[1].memory_analysis().temp_size_in_bytes for count in (8, 64))
-    activation = CONTEXT * 8 * 4  # One more for each microbatch would be 56 of them.
+    activation = CONTEXT * 8 * 4  # one more per microbatch would be 56
     gpipe = compiled(2, "gpipe", 64, remat=remat)[1].memory_analysis().temp_size_in_bytes
     assert many - few < 16 * activation and gpipe - many > 48 * activation, (few, many, gpipe)
 
@@ -288,14 +286,14 @@ def test_stages_send_an_activation_for_every_link_and_microbatch(name, S, C, tie
     sent = wire.bytes_by_axis(program.as_text(), workers)
     activation = CONTEXT * (autoencoder or 8) * 4
     table = VOCABULARY * 8 * 4
-    loss = S * 2 * (S - 1) / S * 4  # Summed over stages.
+    loss = S * 2 * (S - 1) / S * 4  # summed over stages
     assert sent["stage"] == 2 * M * (S * C - 1) * activation + (2 * table if tied else 0) + loss
     assert sent["worker"] == 0
 
 
 @pytest.mark.parametrize("N, S, T, ratio", [(1, 2, 2, 1.0), (2, 2, 1, 1.0), (2, 2, 2, 0.5)])
 def test_the_cost_model_tells_what_a_device_of_the_program_sends(N, S, T, ratio):
-    """Between stages, as it is or coded into half of the bytes, and between workers."""
+    """Between stages, uncompressed or coded to half of the bytes, and between workers."""
     whole, workers = model(), mesh.make_workers(N, stages=S, tensor=T, divided=model().divided)
     boundary = pipeline.coded(codecs.bfloat16(), codecs.bfloat16(), when="always") if ratio < 1 else None
     source = source_of(whole, S, BATCH // N, schedule="1f1b", microbatches=M, remat=True, boundary=boundary)
@@ -317,10 +315,10 @@ def test_the_cost_model_tells_what_a_device_of_the_program_sends(N, S, T, ratio)
         layout,
         costmodel.Traffic(costmodel.all_reduce(N), backward=coded, forward=coded),
     )
-    loss = 2 * (S - 1) / S * 4  # Summed over stages.
+    loss = 2 * (S - 1) / S * 4  # summed over stages
     np.testing.assert_allclose(sent["stage"] - loss, predicted.boundary_bytes)
-    # The cost model leaves out norms of queries and keys; and it has norms whole on each device, where the program, which joins all
-    # gradients, sends parts of them.
+    # The cost model leaves out the norms of queries and keys, and assumes replicated norms; the program, which packs all gradients,
+    # sends parts of them.
     layers, width, head = DEPTH // S, 8, 4
     known, all_norms = layers * 2 * width + width, layers * 2 * (width + head) + width
     np.testing.assert_allclose(sent["worker"], predicted.workers_bytes + 2 * (N - 1) / N * 4 * (all_norms / T - known))
@@ -350,7 +348,7 @@ def test_parameters_are_not_kept_for_the_backward_pass():
 
 
 def counting():
-    """Messages of twice the value; counts what is sent and received, by (kind, compressed)."""
+    """Messages of twice the value; counts sends and receives by (kind, compressed)."""
 
     def count(state, what):
         return state | {what: state.get(what, 0) + 1}
@@ -382,7 +380,7 @@ def test_epilogue_messages_are_compressed_once_each(S):
 
     loss, grads, state = compiled(lambda params, batch: of.gradient(params, of.init(batch), batch))
     expected = compiled(lambda params, batch: plain.gradient(params, (), batch))
-    jax.tree.map(np.testing.assert_array_equal, (loss, grads), expected[:2])  # Twice and half are exact.
+    jax.tree.map(np.testing.assert_array_equal, (loss, grads), expected[:2])  # doubling and halving are exact
     total = {what: int(np.sum(x)) for what, x in state.items()}
     for way in ("sent", "received"):
         assert total[f"{way} B True"] == S * (S - 1) // 2

@@ -1,4 +1,4 @@
-"""Pipelines in the loop: resume, simulation, gossip between pipelines, another number of them, and configs that cannot be."""
+"""Pipelines in the loop: resuming, simulation, gossip between pipelines, another number of them, and invalid configs."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory):
-    """Runs a config in a fresh or given directory and returns (workdir, outcome)."""
+    """Run a config in a new or an existing directory and return (workdir, outcome)."""
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_bytes(np.random.default_rng(0).integers(97, 101, 4000, dtype=np.uint8).tobytes())
 
@@ -172,7 +172,7 @@ def test_every_permutation_of_a_gradient_is_among_those_that_are_checked(argumen
     ],
 )
 def test_reducers_average_between_pipelines(launch, argument, axes):
-    """As between simulated ones; with three axes, two workers of two stages of two devices."""
+    """Like simulated pipelines; with three axes, two workers of two stages of two devices."""
     run, outcome = launch(f"method=allreduce,{argument},workers=2,microbatches=2,{axes}")
     simulated, _ = launch(f"method=allreduce,{argument},workers=2,microbatches=2,{axes.replace('tensor=2,', '')},simulate")
     np.testing.assert_allclose(losses(run), losses(simulated), rtol=2e-3)
@@ -181,7 +181,7 @@ def test_reducers_average_between_pipelines(launch, argument, axes):
 
 @pytest.mark.parametrize("bandwidth_Bps, stages", [(1e12, None), (1e8, "1"), (1e6, "4")])
 def test_the_cost_model_chooses_who_compresses(tmp_path, bandwidth_Bps, stages):
-    """Nobody on fast links, which is refused; all on slow ones; between them the first, which is done last."""
+    """No stage on fast links, which is refused; all stages on slow ones; in between the first one, which finishes last."""
     profile = tmp_path / "cluster.json"
     link = dict(latency_s=0.0, bandwidth_Bps=bandwidth_Bps)
     profile.write_text(json.dumps(dict(name="box", num_nodes=8, workers_per_node=1, intra=link, inter=link, flops=1e9)))
@@ -207,7 +207,7 @@ def test_the_cost_model_chooses_who_compresses(tmp_path, bandwidth_Bps, stages):
     ],
 )
 def test_the_cost_model_knows_what_travels_between_stages(tmp_path, monkeypatch, keys, backward, forward):
-    """Of one device's half of a microbatch's rows, 64 of 128: 4 sequences of 32."""
+    """One device's half of a microbatch's rows, 64 of 128: 4 sequences of 32."""
     profile, asked = tmp_path / "cluster.json", []
     link = dict(latency_s=0.0, bandwidth_Bps=1e6)
     profile.write_text(json.dumps(dict(name="box", num_nodes=8, workers_per_node=1, intra=link, inter=link, flops=1e9)))

@@ -1,4 +1,4 @@
-"""Placement on networks of links that differ: the cost as its paper states it, searches beside the optimum, files."""
+"""Placement on heterogeneous networks: the cost as in its paper, searches against the optimum, files."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def make_links(N, seed=0, symmetric=False):
 
 
 def paper_cost(given, groups, gradient_bytes, activation_bytes):
-    """As arXiv 2206.01288 states it, for links that are the same both ways; all matchings and paths are tried."""
+    """As in arXiv 2206.01288 for symmetric links; all matchings and paths are tried."""
     α, β, size = given.latency_s, given.bandwidth_Bps, len(groups[0])
     data_parallel = max(
         max(sum(2 * (α[d, e] + gradient_bytes / (size * β[d, e])) for e in group if e != d) for d in group) for group in groups
@@ -68,7 +68,7 @@ def test_bottleneck_matching_is_the_best_of_all(seed):
 
 
 def test_bottleneck_of_many_workers_takes_few_matchings(monkeypatch):
-    """Sorting 4,000,000 links and trying them by halves took 2,000 workers a second for every layout."""
+    """Sorting 4,000,000 links and bisecting them for every layout once took a second per 2,000 workers."""
     matching, asked = cost.sparse.csgraph.maximum_bipartite_matching, []
     monkeypatch.setattr(cost.sparse.csgraph, "maximum_bipartite_matching", lambda *a, **b: asked.append(a) or matching(*a, **b))
     seconds = np.random.default_rng(0).uniform(size=(200, 200))
@@ -137,7 +137,7 @@ def test_search_comes_near_the_optimum_of_gossip(find):
 
 @pytest.mark.parametrize("S, W", [(1, 12), (3, 4), (4, 3)])
 def test_gathered_devices_are_near_to_all_of_their_group(S, W):
-    """Against the definition, which takes the square of a group's size for each device: with 4,000 of them minutes."""
+    """Against the definition, which takes a group's size squared for each device: minutes with 4,000 devices."""
     network = placement.Network(make_links(S * W), placement.Job(W, S, 1e7, 1e7))
     layout = search.gathered(network, np.random.default_rng(3))
     rng = np.random.default_rng(3)
@@ -151,7 +151,7 @@ def test_gathered_devices_are_near_to_all_of_their_group(S, W):
 
 
 def test_thousands_of_devices_are_gathered_at_once(monkeypatch):
-    """Work grows with the square of the number of devices, not with its third power: each row of the matrix is read once."""
+    """Work grows with the square of the number of devices, not with the cube: each row of the matrix is read once."""
     network = placement.Network(make_links(300), placement.Job(300, 1, 1e7, 0.0))
     counted = []
     maximum = np.maximum
@@ -170,7 +170,7 @@ def test_a_search_ends_with_the_first_layout_if_all_cost_the_same(find):
 
 @pytest.mark.parametrize("find", [placement.genetic, placement.anneal])
 def test_a_search_without_time_tries_one_layout(find):
-    """16 layouts of 4,000 devices took 12 s longer than --search_s."""
+    """16 layouts of 4,000 devices once took 12 s longer than --search_s."""
     assert find(placement.Network(make_links(12), placement.Job(4, 3)), trials=10**9, seconds=1e-9).tried == 1
 
 
@@ -338,7 +338,7 @@ def test_of_too_many_devices_the_farthest_are_left_out():
 
 
 class Counted(np.ndarray):
-    """An array that counts the elements that are read from it by index."""
+    """An array that counts the elements read by index."""
 
     num_read = 0
 
@@ -350,7 +350,7 @@ class Counted(np.ndarray):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_leaving_out_many_devices_takes_the_square_of_their_number(seed):
-    """Of 1,000 connections 200 were left out in half a second, and of 4,000 two thousand in minutes."""
+    """Leaving out 200 of 1,000 connections took half a second, and 2,000 of 4,000 took minutes."""
     far_s, left = np.random.default_rng(seed).uniform(size=(60, 60)), list(range(1, 60))
     Counted.num_read = 0
     near = placement.choice.nearest(far_s.view(Counted), left, 20)
@@ -410,7 +410,7 @@ def test_a_placement_is_read_as_the_order_of_a_mesh(tmp_path):
     placement.save(path, given, placement.Placement(layout, 0.0, 1.0, 1), links="given.json")
     content = json.loads(path.read_text())
     assert content["devices"] == [["g", "b"], ["d", "a"]] and content["links"] == "given.json"
-    assert content["layout"] == [[3, 1], [2, 0]]  # among those that take part
+    assert content["layout"] == [[3, 1], [2, 0]]  # among the participants
     order = placement.load_device_order(path)
     assert order.of(workers=2, stages=2) == [3, 2, 1, 0]
     assert order.of(workers=2, stages=2, tensor=2) == [6, 7, 4, 5, 2, 3, 0, 1]
@@ -435,7 +435,7 @@ def losses(tmp_path, name, *arguments):
 
 
 def test_planned_placement_trains_the_same_numbers(tmp_path):
-    """From links to a run: which device does what changes no number."""
+    """From links to a run: the device assignment changes no number."""
     given, path = tmp_path / "links.json", tmp_path / "placement.json"
     make_links(4, seed=3).save(given)
     model = "depth=2,width=16,heads=2,vocabulary=256,context=32,batch=16"
@@ -449,7 +449,7 @@ def test_planned_placement_trains_the_same_numbers(tmp_path):
         if len(cells := line.replace("all layouts", "all").split()) == 7
     }
     assert rows["genetic"] == rows["annealing"] == rows["all"]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"layout": [[3, 1], [0, 2]]}))  # Surely not JAX's own.
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layout": [[3, 1], [0, 2]]}))  # certainly not JAX's own order
     assert losses(tmp_path, "placed", f"--placement={path}") == losses(tmp_path, "usual")
 
 

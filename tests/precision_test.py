@@ -1,4 +1,4 @@
-"""What float32 and bfloat16 lose: every method on quadratics in float32 next to float64, and means that narrow values must keep."""
+"""float32 and bfloat16 precision: every method on quadratics in float32 next to float64, and means that narrow dtypes must keep."""
 
 import functools
 
@@ -17,14 +17,14 @@ from decjax.config import setup
 from tests import quadratics as quadratic
 from tests.runs import spec_of
 
-N, P, STEPS = 8, 64, 60  # so many steps that the last one synchronizes
+N, P, STEPS = 8, 64, 60  # enough steps that the last one synchronizes
 LONG = 20_000
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 METHODS = [name for name in registry.names("method") if registry.part("method", name).factory.__module__.startswith("decjax.")]
 
 
 def made(argument, steps, **fields):
-    """The setup of a run on quadratics with N simulated workers, without noise, at a constant rate."""
+    """Return the setup of a run on quadratics with N simulated workers, without noise, at a constant rate."""
     config = quadratics.get_config(f"smoke,simulate,workers={N},steps={steps},{argument}")
     constant = {"schedule.learning_rate": 0.05, "schedule.final_fraction": 1.0, "schedule.warmup_steps": 0}
     config.update_from_flattened_dict({"data.dimension": P, "data.noise": 0.0} | constant | fields)
@@ -32,7 +32,7 @@ def made(argument, steps, **fields):
 
 
 def path(setup, steps, dtype, records=10):
-    """(parameters x_{N x records x P} in the course of a run in the given type, the scale of the last of them)."""
+    """Return (x_{N x records x P} during a run in the given dtype, the scale of the last parameters)."""
     method, (h_NxP, t_NxP) = setup.method, quadratics_of(setup)
     phases = [method.phase(step) for step in range(steps)]
     kinds = list(dict.fromkeys(phases))
@@ -61,13 +61,13 @@ def path(setup, steps, dtype, records=10):
 
 
 def quadratics_of(setup):
-    """The workers' curvatures and targets, [N, P] each."""
+    """Return the workers' curvatures and targets, [N, P] each."""
     data = setup.task.load(N, 1, 0)
     return (np.stack(values) for values in zip(*([x[0] for x in data.batch(worker, 0)] for worker in range(N)), strict=True))
 
 
 def error(argument, steps, **fields):
-    """The largest error of float32 in the course of a run ÷ the largest parameter."""
+    """Return the largest error of float32 during a run ÷ the largest parameter."""
     setup = made(argument, steps, **fields)
     single, double = (path(setup, steps, dtype) for dtype in (np.float32, np.float64))
     return np.abs(single - double).max() / np.abs(double).max()
@@ -78,7 +78,7 @@ def error(argument, steps, **fields):
 
 @pytest.fixture
 def optimized():
-    """All optimizations: so many steps take longer than their compilation."""
+    """Compile with all optimizations: this many steps take longer than their compilation."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
@@ -86,18 +86,18 @@ def optimized():
 
 
 def long_run(name):
-    """Fields of a run of many steps that settles in float64."""
+    """Return the fields of a long run that settles in float64."""
     if name == "qg_dadam":
-        # It steps along directions of norm 1 however near the optimum is, so with a momentum it circles around it for ever, and roundings
-        # make it run ahead.
+        # Its steps have norm 1 however near the optimum is, so with momentum it circles around the optimum forever, and rounding
+        # changes its phase.
         return {"method.b1": 0.0, "data.heterogeneity": 0.0}
-    if registry.part("method", name).traits.get("warm"):  # The variance is frozen while the gradient is still of its usual size.
+    if registry.part("method", name).traits.get("warm"):  # the variance is frozen while the gradient is still of its initial size
         return {"reducer.start": 50, "schedule.learning_rate": 0.005}
     return {}
 
 
 def rounds(name):
-    """Whether messages of a method are rounded by a codec, where a config names none."""
+    """Whether a codec rounds a method's messages by default."""
     return registry.parse("reducer", registry.part("method", name).traits.get("reducer", "mean"))[0] == "codec"
 
 
@@ -108,7 +108,7 @@ def exact_messages(chosen, averaging, channel, *others):
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", METHODS)
 def test_float32_follows_float64(name, monkeypatch, steps=LONG):
-    """With messages that are not rounded to few bits; those are in the test below."""
+    """With messages that are not rounded to few bits; the test below covers those."""
     if rounds(name):
         monkeypatch.setattr(setup, "make_reducer", exact_messages)
     assert error(f"method={name}", steps, **long_run(name)) < 1e-4
@@ -122,8 +122,9 @@ def test_float32_follows_float64_for_a_while(name, monkeypatch):
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", filter(rounds, METHODS))
 def test_rounded_messages_lead_no_further_away_in_float32(name):
-    """A value between two that the codec has goes to one of them in float32 and to the other in float64, after which the paths part; so
-    they do in float64 if targets change by 1e-8. But neither leads away from the optimum, nor stays further from it than the other."""
+    """A value between two codes rounds to one of them in float32 and to the other in float64, after which the paths diverge; so
+    they do in float64 if targets change by 1e-8. But neither path leaves the optimum, nor stays further from it than the other.
+    """
     setup = made(f"method={name}", LONG, **long_run(name))
     h_NxP, t_NxP = (values.astype(np.float64) for values in quadratics_of(setup))
     optimum_P = (h_NxP * t_NxP).sum(axis=0) / h_NxP.sum(axis=0)
@@ -134,7 +135,7 @@ def test_rounded_messages_lead_no_further_away_in_float32(name):
 
 @pytest.mark.parametrize("graph", ["ring", "complete"])
 def test_corrections_do_not_lose_the_optimum(graph):
-    """The mean moved by all that was ever rounded: by 7e-3 of the parameters in these steps, and further and further."""
+    """The mean moved by every rounding error ever made: by 7e-3 of the parameters in these steps, and growing."""
     assert error(f"method=exact_diffusion,topology={graph}", 2000) < 2e-5
 
 
@@ -165,13 +166,13 @@ def test_without_gradients_corrections_leave_equal_workers_in_place(argument):
 
 
 def parts(name):
-    """(method, worker axis) as of a config, with an optimizer without state."""
+    """Return (method, worker axis) as from a config, with a stateless optimizer."""
     setup = made(f"method={name}", STEPS)
     return setup.method, setup.workers
 
 
 def traced(name, params, grads):
-    """(the updates, the state before and after) of one step, as shapes."""
+    """Return (the updates, the state before and after) of one step, as shapes."""
     method, w = parts(name)
     stacked = jax.eval_shape(lambda: w.stack(params))
     before = w.eval_shape(method.tx.init, (0,), stacked)
@@ -180,9 +181,9 @@ def traced(name, params, grads):
     return w.one_device(after[0]), before, after[1]
 
 
-@pytest.mark.parametrize("name", sorted({*METHODS} - {"local"}))  # Its state is the optimizer's.
+@pytest.mark.parametrize("name", sorted({*METHODS} - {"local"}))  # its state is the optimizer's
 def test_states_keep_their_types_where_gradients_are_wider(name):
-    """So that a step can be scanned, and a run continues. What the state of optax's optimizers does is theirs."""
+    """So that a step can be scanned, and a run continues. The state of optax's optimizers is not checked."""
     one = {"x": jnp.ones(P, jnp.bfloat16)}
     _, before, after = traced(name, one, {"x": jnp.ones(P, jnp.float32)})
     names = lambda tree: [(jax.tree_util.keystr(path), x.dtype) for path, x in jax.tree.leaves_with_path(tree)]
@@ -194,7 +195,7 @@ def test_states_keep_their_types_where_gradients_are_wider(name):
 
 MEAN = 3.09375
 NARROW_STEPS = 500
-# What one rounding of every value in each step, up as often as down, is expected to move the mean by: a random walk.
+# The expected drift of the mean if every value is rounded once per step, up as often as down: a random walk.
 WALK = float(jnp.finfo(jnp.bfloat16).eps) * 2 / np.sqrt(12) * np.sqrt(NARROW_STEPS / N) / MEAN
 
 
@@ -205,14 +206,15 @@ def narrow(size):
 
 
 def drift(means_KxP, mean_P):
-    """The most that a mean is away from where it was ÷ its size."""
+    """Return the largest deviation of a mean from its start ÷ its size."""
     return np.linalg.norm(means_KxP - mean_P, axis=1).max() / np.linalg.norm(mean_P)
 
 
 @pytest.mark.parametrize("name", [name for name, make in quadratic.mixers("int8").items() if make(channel.Channel()).keeps_mean])
 def test_mixing_keeps_the_mean_of_narrow_values(name):
-    """Memories start from the same on all workers. With a codec of so few bits that values never come to rest, as `exact` with four, they
-    are rounded in every step, and walk up to `WALK`."""
+    """Memories start equal on all workers. With a codec of so few bits that values never settle, such as `exact` with four, they
+    are rounded in every step, and drift by up to `WALK`.
+    """
     w = quadratic.workers("simulated")
     mixer = quadratic.mixers("int8")[name](channel.Channel(w.axis))
 
@@ -236,7 +238,7 @@ def test_mixing_keeps_the_mean_of_narrow_values(name):
 
 @pytest.mark.parametrize("name, size", [("decentlam", 0), ("decentlam", 1), ("qg_dsgdm", 0), ("qg_dsgdm", 1), ("gossip_diloco", 0)])
 def test_momenta_of_what_mixing_changes_do_not_add_up_roundings(name, size):
-    """Neither those of mixing, nor those of the step before: with gradients that cancel each other, QG-DSGDm's mean moved by 43 %."""
+    """Neither mixing errors nor those of the step before: with gradients that cancel, QG-DSGDm's mean once moved by 43 %."""
     method, w = (setup := made(f"method={name}", NARROW_STEPS)).method, setup.workers
     phases = [method.phase(step) for step in range(NARROW_STEPS)]
     kinds = list(dict.fromkeys(phases))

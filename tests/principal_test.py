@@ -1,4 +1,6 @@
-"""Principal directions against NumPy, and autoencoders that start from them: the same everywhere, kept on resuming, refused alone."""
+"""Principal directions against NumPy, and autoencoders initialized from them: equal on all devices, kept on resuming, and invalid
+alone.
+"""
 
 import functools
 
@@ -21,7 +23,7 @@ NARROW = "stages=2,microbatches=2,autoencoder=2,autoencoder_init=pca"
 
 
 def samples(M, D):
-    """With a mean, and values that fall off."""
+    """with a mean, and decaying singular values"""
     return RNG.normal(size=(M, D)) * np.geomspace(3, 0.01, D) @ np.linalg.qr(RNG.normal(size=(D, D)))[0] + 0.5
 
 
@@ -35,7 +37,7 @@ def test_the_error_is_the_sum_of_discarded_eigenvalues(M, D, R):
     np.testing.assert_allclose(error, value_D[: D - R].sum(), rtol=1e-5, atol=1e-13)
     np.testing.assert_allclose(discarded, value_D[: D - R][::-1], rtol=1e-9, atol=1e-13)
     np.testing.assert_allclose(E_DxR.T @ E_DxR, np.eye(R), atol=1e-12)
-    if M > R:  # So many directions are distinct.
+    if M > R:  # this many directions are distinct
         top = vector_DxD[:, ::-1][:, :R]
         np.testing.assert_allclose(np.abs(top.T @ E_DxR), np.eye(R), atol=1e-8)
     assert (E_DxR[np.abs(E_DxR).argmax(axis=0), range(R)] > 0).all()
@@ -62,14 +64,14 @@ def model():
 
 @functools.cache
 def fitted(R):
-    """(parameters before, after) of a model of four layers in groups of 2, 1 and 1, and the tokens."""
+    """Return (parameters before, after) of a model of four layers in groups of 2, 1 and 1, and the tokens."""
     params = autoencoder.insert(model(), (2, 1, 1), R).init(jax.random.key(0))
     tokens_PxBxT1 = jax.random.randint(jax.random.key(1), (3, 4, 7), 0, 16)
     return params, autoencoder.fit(model().parts, params, (2, 1, 1), tokens_PxBxT1), tokens_PxBxT1
 
 
 def test_encoders_fit_what_the_stages_send():
-    """Each against NumPy, given those before it."""
+    """Each against NumPy, given the previous ones."""
     params, after, tokens_PxBxT1 = fitted(2)
     assert all((a == b).all() for a, b in zip(*(jax.tree.leaves(tree | {"autoencoder": ()}) for tree in (params, after))))
     encoder_UxDxR = after["autoencoder"]["encoder_DxR"]
@@ -94,7 +96,7 @@ def test_full_width_changes_nothing():
 
 @pytest.mark.parametrize("workers", [1, 3, 40])
 def test_the_sample_is_a_function_of_the_seed_and_takes_all_workers(workers):
-    """40 workers are more than batches are needed."""
+    """40 workers exceed the number of batches needed."""
     given = lm.get_config(f"smoke,simulate,{NARROW},workers={workers}" + (",method=local" if workers == 1 else ""))
     setup, again = (config.build(spec_of(given)) for _ in range(2))
     assert setup.data and again.data
@@ -123,7 +125,7 @@ def test_mapped_workers_start_and_train_as_simulated_ones(prepare, simulated):
 
 
 def test_processes_start_alike(tmp_path):
-    """Each stage in a process of its own finds the same directions as all in one."""
+    """Each stage in its own process finds the same directions as all stages in one."""
     config = f"--config=configs/lm.py:smoke,method=local,workers=1,steps=5,{NARROW}"
     apart = commands.run("launch.local", "--num_processes=2", "--", config, f"--workdir={tmp_path / 'apart'}")
     together = commands.run("launch.train", config + ",simulate", f"--workdir={tmp_path / 'together'}")
@@ -138,12 +140,12 @@ def test_only_the_directions_differ_from_a_random_start():
         starts.append(jax.jit(trainer.setup.start)(jax.random.key(trainer.spec.seed)))
     codes = [params.pop("autoencoder") for params in starts]
     for x, y in zip(*map(jax.tree.leaves, starts)):
-        np.testing.assert_allclose(x, y, atol=1e-6)  # Two programs, so up to rounding.
+        np.testing.assert_allclose(x, y, atol=1e-6)  # two programs, so up to rounding
     assert all(np.abs(x - y).max() > 0.1 for x, y in zip(*map(jax.tree.leaves, codes)))
 
 
 def test_a_resumed_run_keeps_its_encoders(launch, simulated, monkeypatch, tmp_path):
-    """It is continued bit for bit, whatever a fit would give now."""
+    """It continues bit for bit, whatever a new fit would give."""
     zeros = lambda parts, params, layers, tokens: params | {"autoencoder": jax.tree.map(jnp.zeros_like, params["autoencoder"])}
     monkeypatch.setattr(autoencoder, "fit", zeros)
     resumed, _ = launch(
@@ -191,7 +193,7 @@ def test_configs_from_before_the_option_start_randomly():
 
 @pytest.mark.parametrize("twice", [("--rate=0.006", "--rate=6e-3"), ("--start=random", "--start=random")])
 def test_a_training_that_is_asked_for_twice_is_refused(tmp_path, twice):
-    """Two processes would train in one folder at a time."""
+    """Two processes would otherwise train in one directory."""
     done = commands.run("experiments.principal", f"--out={tmp_path / 'out'}", *twice)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and f"{twice[0]} is given twice; leave one out" in line and not (tmp_path / "out").exists()

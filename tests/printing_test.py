@@ -1,4 +1,4 @@
-"""What terminals get: control characters of data and models are escaped, no encoding of a terminal ends a command; and odd inputs."""
+"""Terminal output: control characters of data and models are escaped, no terminal encoding ends a command; and unusual inputs."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def test_unlike_batches_name_the_worker():
 
 
 def test_a_word_without_end_is_cut():
-    """Time to train grows with the square of a word's length: a line of 100,000 letters took 7 s."""
+    """Training time grew with the square of a word's length: a line of 100,000 letters took 7 s."""
     line = bytes(np.random.default_rng(0).choice(np.frombuffer(b"abcdefgh", np.uint8), 5000))
     coder = bpe.train([line], 300)
     words = coder.tokenizer.pre_tokenizer.pre_tokenize_str(line.decode())
@@ -62,7 +62,7 @@ def test_a_word_without_end_is_cut():
 
 
 def test_links_that_are_arrays_are_taken_as_such(monkeypatch):
-    """4,000 connections took 25 s: their matrices became lists of Python's numbers again."""
+    """4,000 connections took 25 s: their matrices were converted to lists of Python numbers."""
     matrix = np.ones((64, 64))
     monkeypatch.setattr(np, "array", lambda *args, **options: pytest.fail("an array was walked through"))
     links = placement.Links(matrix, matrix)

@@ -17,7 +17,7 @@ EVALUATION = {"loss": 2.4, "loss_min": 2.41, "loss_max": 2.43, "consensus_distan
 
 @pytest.fixture
 def piped(monkeypatch):
-    """A progress in a pipe, of 1000 steps; a clock to turn; the lines since they were last read."""
+    """A progress display in a pipe, of 1000 steps; a manual clock; the lines since the last read."""
     now_s, pipe = [50.0], io.StringIO()
 
     def lines():
@@ -33,7 +33,7 @@ def piped(monkeypatch):
 
 
 def test_a_pipe_gets_a_line_in_ten_seconds_at_most(piped):
-    """A row of training every half second, an evaluation with every fifth: never two lines within ten seconds."""
+    """A training row every half second, an evaluation with every fifth: never two lines within ten seconds."""
     shown, now_s, lines = piped
     told = {}  # when -> what
     for row in range(100):
@@ -75,7 +75,7 @@ def test_colour_that_is_forced_makes_no_terminal_of_a_pipe(monkeypatch, capsys):
 
 
 class Terminal:
-    """What a terminal of some width shows of what is written to it."""
+    """Return what a terminal of some width shows of the text written to it."""
 
     def __init__(self, columns):
         self.columns, (self._near, far) = columns, pty.openpty()
@@ -88,11 +88,11 @@ class Terminal:
         try:
             while piece := os.read(self._near, 4096):
                 self._raw += piece
-        except OSError:  # The other end is closed.
+        except OSError:  # the other end is closed
             return
 
     def rows(self):
-        """What remains visible, once nothing more is written."""
+        """Return what remains visible once nothing more is written."""
         self.file.close()
         self._reader.join()
         rows, x = [""], 0
@@ -106,7 +106,7 @@ class Terminal:
             else:
                 assert text or code[-1] in "mhl", f"unknown to this terminal: {code!r}"
             for letter in text:
-                if x == self.columns:  # Only the next letter goes on to the next row.
+                if x == self.columns:  # only the next letter moves to the next row
                     rows, x = [*rows, ""], 0
                 rows[-1], x = rows[-1][:x].ljust(x) + letter + rows[-1][x + 1 :], x + 1
         return [row.rstrip() for row in rows if row.strip()]

@@ -1,4 +1,4 @@
-"""What tests of compressed gossip share: N workers with a quadratic each, mixed on their way down, in float64."""
+"""Shared by tests of compressed gossip: N workers with a quadratic each, mixed while they descend, in float64."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from decjax.channel import Channel
 from tests.stand_ins import four_bits
 
 N, P, STEPS, LR = 8, 17, 60, 0.05
-MATRIX = (4, 3)  # The shape of the first of P values; the others are a vector.
+MATRIX = (4, 3)  # the shape of the first of P values; the others are a vector
 MODES = ("devices", "simulated")
 _rng = np.random.default_rng(0)
 H = _rng.normal(size=(N, P, P)) / np.sqrt(P) + np.eye(P)
@@ -43,7 +43,7 @@ def flat(params):
 
 
 def scanned(one_step, mixer, steps):
-    """`one_step(carry, phase) -> (carry, out)` over all steps, whole periods at a time: one compilation for all phases."""
+    """Run `one_step(carry, phase) -> (carry, out)` over all steps, a whole period at a time: one compilation for all phases."""
     period = len(mixer.phases)
     assert mixer.phases.start == 0
 
@@ -62,7 +62,7 @@ def scanned(one_step, mixer, steps):
 
 
 def trajectory(make_mixer, order="awc", mode="devices", wrap=optim.decentralize, local_size=1, shape=MATRIX):
-    """x_{STEPS+1 x N x P} of SGD on heterogeneous quadratics."""
+    """Return x_{STEPS+1 x N x P} of SGD on heterogeneous quadratics."""
     w = workers(mode, local_size)
     with jax.enable_x64(True):
         mixer = make_mixer(Channel(w.axis))
@@ -84,7 +84,7 @@ def trajectory(make_mixer, order="awc", mode="devices", wrap=optim.decentralize,
 
 
 def mixed(make_mixer, x_NxP, steps, mode="devices", local_size=1, shape=MATRIX):
-    """The path of parameters that are only mixed, x_{steps x N x P}, and of push-sum's weights y_{steps x N}."""
+    """Return the path of parameters that are only mixed, x_{steps x N x P}, and of push-sum's weights, y_{steps x N}."""
     w = workers(mode, local_size)
     with jax.enable_x64(True):
         mixer = make_mixer(Channel(w.axis))
@@ -95,7 +95,7 @@ def mixed(make_mixer, x_NxP, steps, mode="devices", local_size=1, shape=MATRIX):
                 weight = state.weight if isinstance(state, gossip.PushSumState) else 1.0
                 return (params, state), jnp.append(flat(params), weight)
 
-            # Memories start from the same on all workers.
+            # Memories start equal on all workers.
             return scanned(one_step, mixer, steps)((tree(x_P, shape), mixer.init(tree(0 * x_P, shape))))[1]
 
         path = np.asarray(w.jit(whole, (0,))(x_NxP)).transpose(1, 0, 2)[:steps]
@@ -103,7 +103,7 @@ def mixed(make_mixer, x_NxP, steps, mode="devices", local_size=1, shape=MATRIX):
 
 
 def order_of(name):
-    """The order that a mixer is made for; "awc" if any."""
+    """Return the order that a mixer requires; "awc" if any."""
     return registry.part("mixer", name.partition(",")[0]).traits.get("order") or "awc"
 
 
@@ -112,7 +112,7 @@ def wrapper(name):
 
 
 def mixers(codec=None):
-    """Every mixer over graphs of all kinds that it takes: name -> axis name -> mixer."""
+    """Every mixer over every kind of graph that it accepts: name -> axis name -> mixer."""
 
     def make(build, graph, **options):
         graph_options = {"hierarchical": dict(local_size=2), "alternating_exponential_ring": dict(local_size=2)}.get(graph, {})

@@ -1,4 +1,4 @@
-"""What srun and mpirun tell a process, whose GPUs it gets, and where it listens."""
+"""The environment of srun and mpirun tasks, GPU assignment, and listening addresses."""
 
 import os
 import pathlib
@@ -18,7 +18,7 @@ TIMEOUT_S = 300
 
 
 def srun(task, node, local, of_nodes="1(x4)", nodes="n[1-4]", gpus=8, **others):
-    """Variables of a task that srun started, as Slurm 22.05 sets them."""
+    """Variables of a task started by srun, as in Slurm 22.05."""
     return {
         "SLURM_JOB_ID": "5000",
         "SLURM_STEP_NODELIST": nodes,
@@ -63,7 +63,7 @@ MPI = {
         ),
         (MPI, ranks.Rank("10.0.0.7:61445", 16, 9, 8, 1)),
         (MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,2620::2]:43370"}, ranks.Rank("[fe80::1]:61441", 16, 9, 8, 1)),
-        (MPI | srun(0, 0, 0), ranks.Rank("10.0.0.7:61445", 16, 9, 8, 1)),  # mpirun in an allocation of Slurm
+        (MPI | srun(0, 0, 0), ranks.Rank("10.0.0.7:61445", 16, 9, 8, 1)),  # mpirun in a Slurm allocation
         ({k: v for k, v in MPI.items() if "uri" not in k}, ranks.Rank("", 16, 9, 8, 1)),  # Open MPI 5
         ({"SLURM_JOB_ID": "1", "PATH": ""}, None),  # a batch script, not srun
     ],
@@ -124,7 +124,7 @@ def test_the_coordinator_is_the_one_that_jax_finds(monkeypatch):
 
 
 def shares(environments):
-    """GPUs of the tasks of a node: what each sees, and takes of it."""
+    """GPUs of the tasks of a node: what each sees, and which of them it uses."""
     for environment in environments:
         seen = environment["CUDA_VISIBLE_DEVICES"].split(",")
         chosen = ranks.device_ids(ranks.from_environment(environment), environment)
@@ -132,7 +132,7 @@ def shares(environments):
 
 
 def each(tasks, gpus_seen=None, **others):
-    """Environments of the tasks of one of four nodes with eight GPUs."""
+    """Environments of the tasks on one of four nodes with eight GPUs."""
     for local in range(tasks):
         seen = {"CUDA_VISIBLE_DEVICES": gpus_seen.format(local)} if gpus_seen else {}
         yield srun(tasks + local, 1, local, f"{tasks}(x4)") | seen | others
@@ -196,7 +196,7 @@ def test_gpus_that_nobody_uses_are_refused(environment, used, platform, problem)
 
 
 def emulated(environment):
-    """What becomes of a task on a node of eight GPUs: launch.join and jax.distributed are real, the GPUs and the other tasks are not."""
+    """A task on a node of eight GPUs: launch.join and jax.distributed are real, the GPUs and the other tasks are not."""
     return commands.run("tests.emulated_gpus", **{"JAX_PLATFORMS": ""} | environment)
 
 
@@ -228,7 +228,7 @@ def test_a_run_that_sees_fewer_gpus_than_its_node_has_is_refused(environment, pr
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine of four GPUs, and JAX's plugin for them."""
+    """A machine with four GPUs, and JAX's plugin for them."""
     monkeypatch.setattr(ranks, "_DEVICES", tmp_path)
     monkeypatch.setattr(ranks, "_PLUGINS", ("json",))
     for k in range(4):
@@ -282,7 +282,7 @@ def test_a_name_that_means_loopback_here_only_is_not_bound(monkeypatch):
     assert ranks.bind_address("node1:4321") is None and ranks.own_address("node1:4321") is None
 
 
-# Joins the others, lets them talk, and prints the addresses at which this process listens.
+# Join the others, exchange values, and print the addresses at which this process listens.
 LISTENERS = """
 import pathlib, socket, struct, sys
 from absl import flags
@@ -316,7 +316,7 @@ def listeners(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
 
     def listeners(prefix=(), *command_line):
-        """Addresses at which the processes listen that a command starts, by index."""
+        """Return the addresses at which the processes of a command listen, by index."""
         line = [*prefix, sys.executable, "-m", *command_line, str(tmp_path)]
         done = subprocess.run(line, cwd=ROOT, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -332,7 +332,7 @@ def test_launch_local_listens_on_loopback_only(listeners):
 
 @needs_namespaces
 def test_hosts_of_a_network_listen_at_their_own_addresses(listeners):
-    """And launch.local on one of them on loopback, although the machine's name leads to the network there."""
+    """launch.local on one of them uses loopback, although the machine's name resolves to the network there."""
     from launch import cluster
 
     name = f"{NAME}listen"

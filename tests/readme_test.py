@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands: its training loop learns. tests/docs_commands_test.py has its commands."""
+"""The README's code runs as shown: its training loop learns. tests/docs_commands_test.py checks its commands."""
 
 import pathlib
 import re
@@ -21,7 +21,7 @@ WHOLE_RUN, OWN_LOOP = re.findall(r"```python\n(.*?)```", README.read_text(), re.
 
 def test_the_whole_run_of_the_readme_learns():
     scope: dict = {}
-    exec(WHOLE_RUN.replace('"topology=ring', '"model=mlp,steps=60,topology=ring'), scope)  # A ResNet takes longer to compile.
+    exec(WHOLE_RUN.replace('"topology=ring', '"model=mlp,steps=60,topology=ring'), scope)  # a ResNet takes longer to compile
     assert scope["trainer"].evaluate(scope["state"]).averaged["accuracy"] > 0.8
 
 

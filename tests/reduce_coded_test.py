@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", CODES)
 @x64
 def test_coded_is_the_dense_reference(name, decay, mode):
-    """x = βe + g; averaged = mean C(x); e = x − C(x), of all arrays joined; with β = 1, Σ sent + e = Σ g."""
+    """x = βe + g; averaged = mean C(x); e = x − C(x), of all arrays packed together; with β = 1, Σ sent + e = Σ g."""
     codec, code = CODES[name]
     run = Runner(functools.partial(reduce.coded, codec=codec, error=functools.partial(residual, decay=decay), form="gather"), mode)
     e = sent = 0.0
@@ -80,7 +80,7 @@ def test_shards_are_the_dense_reference(name, mode):
 @pytest.mark.parametrize("form", ["gather", "shards"])
 @x64
 def test_ef21_finds_what_stays(form):
-    """The estimate of a constant mean becomes exact, though every message is a few values of it."""
+    """The estimate of a constant mean becomes exact, though every message is a few of its values."""
     run = Runner(functools.partial(reduce.coded, codec=top(7), error=ef21, form=form))
     errors = []
     for _ in range(STEPS):
@@ -93,7 +93,7 @@ def test_ef21_finds_what_stays(form):
 @pytest.mark.parametrize("form", ["gather", "shards"])
 @x64
 def test_momentum_is_taken_before_anything_is_lost(form):
-    """Σ averaged + what owners and, on average, workers keep = Σ mean v."""
+    """Σ averaged + memory of owners + mean memory of workers = Σ mean v."""
     run = Runner(functools.partial(reduce.coded, codec=top(7), error=functools.partial(momentum, beta=0.5), form=form))
     v = expected = total = 0.0
     for step in range(STEPS):
@@ -138,7 +138,7 @@ def test_unbiased_codes_need_no_memory(form):
 
 
 def test_unbiased_codes_with_a_memory_are_contracted():
-    """What the codec would amplify, of ω = 9, arrives in the end all the same."""
+    """The errors of a codec with ω = 9, which could grow, are all delivered in the end."""
     codec = codecs.make("randomk", fraction=0.1, unbiased=True)
     run = Runner(functools.partial(reduce.coded, codec=codec, form="gather"), dtype=np.float32)
     sent = sum(flat(run(gradients(0)))[0] for _ in range(200)) / 200
@@ -157,7 +157,7 @@ def test_draws_follow_the_seed():
 @pytest.mark.parametrize("form", ["gather", "shards"])
 @x64
 def test_matrices_too_small_for_a_codec_travel_as_values(form):
-    """Rank 3 makes "w" smaller, and neither the thin matrix nor vectors, which arrive as they are."""
+    """Rank 3 makes "w" smaller, but neither the thin matrix nor vectors, which are sent uncompressed."""
     rng = np.random.default_rng(0)
     grads = {"w": rng.normal(size=(N, 40, 16)), "thin": rng.normal(size=(N, 2, 32)), "bias": rng.normal(size=(N, 5))}
     run = Runner(functools.partial(reduce.coded, codec=codecs.make("low_rank", rank=3), form=form), like=grads)
@@ -204,7 +204,7 @@ def test_codes_recover_from_a_gradient_that_is_not_finite(name, bad):
 
 
 def test_a_message_that_overflows_leaves_all_memory_as_it_was():
-    """1e6 is finite, and infinite in float16, which is contractive below 65504."""
+    """1e6 is finite, but infinite in float16, which is contractive below 65504."""
 
     class Half(codecs.WrappedCodec):
         def delta(self, shape):

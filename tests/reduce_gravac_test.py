@@ -1,4 +1,4 @@
-"""GraVAC against the ladder as decjax/contrib/gravac describes it, in float64."""
+"""GraVAC against the ladder as described in decjax/contrib/gravac, in float64."""
 
 import functools
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class DenseGravac:
-    """The ladder as the module's docstring says, of top-k codes."""
+    """The ladder of the module's docstring, with top-k codes."""
 
     def __init__(self, ks, speed, window, threshold):
         self.codes = [lambda x: x, *map(dense_top, ks)]
@@ -53,10 +53,10 @@ class DenseGravac:
 @pytest.mark.parametrize("mode", MODES)
 @x64
 def test_gravac_is_the_dense_reference(mode, speed, threshold, last):
-    ks = (15, 6, 4)  # Of 29 values in a shard.
+    ks = (15, 6, 4)  # of 29 values in a shard
     run = Runner(functools.partial(gravac, ladder=[top(k) for k in ks], window=4, speed=speed, threshold=threshold), mode)
     dense = DenseGravac(ks, speed, 4, threshold)
-    padded = lambda grads: np.pad(flat(grads), [(0, 0), (0, 1)])  # 115 values are 4 shards of 29.
+    padded = lambda grads: np.pad(flat(grads), [(0, 0), (0, 1)])  # 115 values are 4 shards of 29
     used = np.zeros(4)
     for step in range(STEPS):
         used[dense.rung] += 1
@@ -69,7 +69,7 @@ def test_gravac_is_the_dense_reference(mode, speed, threshold, last):
 
 
 def test_gravac_climbs_the_default_ladder_and_falls_back_when_the_gain_drops():
-    """All rungs keep a few large values; of normal values, a rung of 5 % above the default ones keeps a quarter of the energy."""
+    """All rungs keep a few large values; of normal values, a rung 5 % above the default ones keeps a quarter of the energy."""
     defaults = [codecs.make(name.strip()) for name in lm.get_config("method=allreduce,reducer=gravac").reducer.ladder.split(";")]
     rng = np.random.default_rng(0)
     like = {"w": np.zeros((N, 2048), np.float32)}
@@ -91,7 +91,7 @@ def test_gravac_climbs_the_default_ladder_and_falls_back_when_the_gain_drops():
 
 
 def test_gravac_delivers_everything_in_the_end():
-    """Over climbing and falling back: Σ averaged + what owners and, on average, workers keep = Σ mean g."""
+    """While climbing and falling back: Σ averaged + memory of owners + mean memory of workers = Σ mean g."""
     run = Runner(functools.partial(gravac, ladder=[top(9), top(4)], window=5, threshold=0.7), dtype=np.float32)
     total = sum(flat(run(gradients(step)))[0] for step in range(30))
     assert (np.asarray(run.reducer.usage(run.state))[0] > 0).sum() > 1
@@ -101,7 +101,7 @@ def test_gravac_delivers_everything_in_the_end():
 
 
 def test_gravac_sends_what_the_rung_in_use_declares():
-    """The program holds all rungs as branches; its collectives add up to the declared bytes of all."""
+    """The program contains all rungs as branches; its collectives add up to the declared bytes of all."""
     run = Runner(functools.partial(gravac, ladder=[codecs.make("int8"), top(3)]), dtype=np.float32)
     declared = sum(run.reducer.num_bytes(run.like, N, rung) for rung in run.reducer.phases)
     np.testing.assert_allclose(wire.bytes_sent(run.program(None).as_text(), N), declared, rtol=1e-12)
@@ -110,12 +110,12 @@ def test_gravac_sends_what_the_rung_in_use_declares():
 
 # -- Measured speed ---------------------------------------------------------------------------------------------------
 
-KS, WINDOW = (15, 6), 4  # Of 29 values in a shard.
-OWN = np.array([2.5, 0.5, 0.4, 0.6])  # seconds of each worker's clock in a second
+KS, WINDOW = (15, 6), 4  # of 29 values in a shard
+OWN = np.array([2.5, 0.5, 0.4, 0.6])  # seconds on each worker's clock per second
 
 
 class DenseMeasured:
-    """The rule as the paper has it: (steps ÷ seconds) · gain of a window, by the mean of all workers' seconds."""
+    """The paper's rule: (steps ÷ seconds) · gain of a window, by the mean of all workers' seconds."""
 
     def __init__(self):
         self.codes = [lambda x: x, *map(dense_top, KS)]
@@ -147,13 +147,13 @@ def measured(channel):
 
 
 def decided(runner, seconds_of_rung, steps, dense=None):
-    """The rungs of all steps; a step takes each worker `seconds_of_rung`, a number or one for each, by its own clock."""
+    """Return the rungs of all steps; a step takes each worker `seconds_of_rung`, a number or one per worker, by its own clock."""
     rungs, observe = [], runner.workers.jit(runner.reducer.observe, (0, 0), donate_argnums=(0,))
     for step in range(steps):
         rungs.append(int(runner.state.rung[0]))
         out = runner(gradients(step))
         if dense:
-            expected = dense(np.pad(flat(gradients(step)), [(0, 0), (0, 1)]))[:-1]  # 115 values are 4 shards of 29.
+            expected = dense(np.pad(flat(gradients(step)), [(0, 0), (0, 1)]))[:-1]  # 115 values are 4 shards of 29
             np.testing.assert_allclose(flat(out)[0], expected, rtol=1e-6, atol=1e-9)
             assert dense.rung == rungs[-1]
         if (step + 1) % WINDOW == 0:
@@ -167,7 +167,7 @@ def decided(runner, seconds_of_rung, steps, dense=None):
     return rungs
 
 
-ALONE = ([0.1, 4, 4, 4], [1.0, 0.01, 0.01, 0.01], 0.001)  # worker 0 by itself would stay on rung 0
+ALONE = ([0.1, 4, 4, 4], [1.0, 0.01, 0.01, 0.01], 0.001)  # worker 0 alone would stay on rung 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def one_sided(iterations=2, rank=1):
 
 
 class Dense:
-    """Every iteration projects what is left of each worker's matrix on the basis that the last mean spans, sides in turns."""
+    """Every iteration projects the residual of each worker's matrix on the basis spanned by the last mean, alternating sides."""
 
     def __init__(self, state, iterations):
         self.iterations, self.turn = iterations, 0
@@ -55,7 +55,7 @@ class Dense:
 def test_it_is_the_dense_reference(mode, iterations, rank):
     run = Runner(one_sided(iterations, rank), mode)
     dense = Dense(run.state, iterations)
-    for step in range(20):  # Rounding errors grow about tenfold in ten steps.
+    for step in range(20):  # rounding errors grow about tenfold in ten steps
         out = run(gradients(step), step)
         assert_equal_replicas(out)
         all_close(out, dense(gradients(step)), rtol=1e-6, atol=1e-9)
@@ -66,7 +66,7 @@ def test_it_is_the_dense_reference(mode, iterations, rank):
 
 @x64
 def test_it_leaves_less_unsent_than_powersgd_for_the_same_bytes():
-    """Of gradients whose singular values fall fast."""
+    """Of gradients whose singular values decay fast."""
     rng = np.random.default_rng(0)
     (u, _), (v, _) = (np.linalg.qr(rng.normal(size=(length, 24))) for length in (24, 32))
     common = (u / np.arange(1, 25) ** 2) @ v.T

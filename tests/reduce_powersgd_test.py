@@ -1,4 +1,4 @@
-"""PowerSGD against a dense NumPy reference written as the paper states it, in float64."""
+"""PowerSGD against a dense NumPy reference written as in the paper, in float64."""
 
 import functools
 
@@ -58,7 +58,7 @@ def test_powersgd_of_full_rank_is_the_mean():
 
 @pytest.mark.parametrize("wire_dtype", [None, "bfloat16", "float16"])
 def test_powersgd_delivers_everything_in_the_end(wire_dtype):
-    """Σ sent + e = Σ g on the mean over workers; narrow messages lose the rounding of their mean and nothing else."""
+    """Σ sent + e = Σ g on the mean over workers; narrow messages lose only the rounding of their mean."""
     run = Runner(functools.partial(reduce.powersgd, rank=1, gate=2.0, wire_dtype=wire_dtype), dtype=np.float32)
     sent, total = (jax.tree.map(lambda x: np.zeros(x.shape[1:]), gradients(0)) for _ in range(2))
     for step in range(STEPS):

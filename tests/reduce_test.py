@@ -1,4 +1,4 @@
-"""What any reducer promises, and reducers of reducers."""
+"""The contract of every reducer, and reducers that wrap reducers."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Reducers and local updates in the loop: resume, bytes, another number of workers, and configs that cannot be."""
+"""Reducers and local updates in the loop: resuming, bytes, another number of workers, and invalid configs."""
 
 import json
 import shutil
@@ -86,7 +86,7 @@ def test_resume_is_bit_exact_and_bytes_go_on(configured, tmp_path, name):
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     shutil.rmtree(tmp_path / "part" / "checkpoints" / str(STEPS))
     (tmp_path / "part" / "summary.json").unlink()
-    outcome = train.Run(run.trainer, tmp_path / "part").train()  # Which has compiled its programs.
+    outcome = train.Run(run.trainer, tmp_path / "part").train()  # which has compiled its programs
     assert outcome.step == STEPS
     for a, b in zip(saved_state(tmp_path / "whole"), saved_state(tmp_path / "part"), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -125,7 +125,7 @@ def test_local_steps_differ_and_outer_steps_agree(configured, tmp_path):
 
 
 def test_errors_begin_afresh_for_another_number_of_workers():
-    """Wherever in the optimizer's state the reducer keeps them."""
+    """Wherever the reducer's memories are in the optimizer's state."""
     reducer = reduce.start_at(reduce.powersgd(rank=1), 1, reduce.mean())
     tx = optax.chain(optim.scale_by_onebit_adam(reducer), optax.scale(-1))
     params = {"w": np.ones((9, 9), np.float32)}
@@ -211,7 +211,7 @@ def test_impossible_configs_are_refused_in_one_line(configured, argument, fields
 
 
 def test_sparse_local_updates_may_have_any_reducer(configured):
-    """Its own is only the usual one."""
+    """Its own reducer is only the default."""
     usual, other = (spec_of(configured(f"method=sparseloco,every=4{key}", {})) for key in ("", ",reducer=powersgd,rank=1"))
     assert usual.reducer.name == "codec" and "block_topk" in usual.reducer.options["codec"]
     assert other.reducer.name == "powersgd"

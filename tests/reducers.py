@@ -1,4 +1,4 @@
-"""What tests of reducers share: gradients of N workers, a compiled reducer, and dense references of several."""
+"""Shared by tests of reducers: gradients of N workers, a compiled reducer, and dense references of several."""
 
 import functools
 
@@ -20,7 +20,7 @@ def workers(mode="devices"):
 
 
 def gradients(step, seed=0):
-    """Of every worker [N, ...]: a common part that changes slowly, and a part of one's own."""
+    """Gradients of every worker [N, ...]: a slowly changing common part plus an individual one."""
     rng = np.random.default_rng((seed, step))
     common = np.random.default_rng(seed)
     return {
@@ -79,13 +79,13 @@ def flat(grads):
 
 
 class DenseShards:
-    """Every worker's vector as N shards, which workers code, and whose owners average them and code the mean."""
+    """Every worker's vector as N shards, which workers encode, and whose owners average them and encode the mean."""
 
     def __init__(self):
         self.owner = 0.0
 
     def __call__(self, x, code):
-        """Vectors of all workers [N, P] -> (what they sent [N, P], the average [P]); what owners keep is `owner`."""
+        """Vectors of all workers [N, P] -> (sent [N, P], the average [P]); `owner` is the owners' memory."""
         size = x.shape[1]
         sent = np.stack([[code(shard) for shard in row] for row in np.pad(x, [(0, 0), (0, -size % N)]).reshape(N, N, -1)])
         wanted = self.owner + sent.mean(axis=0)

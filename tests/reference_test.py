@@ -1,4 +1,4 @@
-"""Pages of docs/reference: they show all exported names and registered parts, and their examples give what they say."""
+"""Pages of docs/reference show all exported names and registered parts, and their examples give the printed output."""
 
 import doctest
 import importlib
@@ -17,14 +17,14 @@ PACKAGES = (*KINDS, "costmodel", "mesh")
 
 
 def shown(package: str) -> set[str]:
-    """Last parts of the paths that mkdocstrings is given on a page, or the names in the headings that replace them."""
+    """The last components of the paths given to mkdocstrings on a page, or the names in the headings that replace them."""
     page = (REFERENCE / f"{package}.md").read_text()
     paths = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
     return paths | {name for heading in re.findall(r'heading: "([^"]+)"', page) for name in heading.split(", ")}
 
 
 def shown_objects(package: str) -> list[object]:
-    """The objects that these paths name."""
+    """Return the objects that these paths name."""
     page = (REFERENCE / f"{package}.md").read_text()
     paths = [path.rpartition(".") for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
     modules = {home: importlib.import_module(home) for home, _, _ in paths if home in sys.modules or importlib.util.find_spec(home)}
@@ -40,7 +40,7 @@ def test_exported_names_are_shown(package):
 
 @pytest.mark.parametrize("package, kind", KINDS.items())
 def test_registered_parts_are_shown(package, kind):
-    """Those of decjax: other tests may have registered parts of their own."""
+    """Only decjax's: other tests may have registered their own parts."""
     parts = [registry.part(kind, name) for name in registry.names(kind)]
     own = [part for part in parts if part.factory.__module__.startswith("decjax.")]
     names, objects = shown(package), shown_objects(package)
@@ -51,4 +51,4 @@ def test_registered_parts_are_shown(package, kind):
 @pytest.mark.parametrize("page", sorted(REFERENCE.glob("*.md")), ids=lambda page: page.stem)
 def test_examples_run(page):
     results = doctest.testfile(str(page), module_relative=False)
-    assert not results.failed and (results.attempted or page.stem in ("index", "measure"))  # Measuring takes devices and seconds.
+    assert not results.failed and (results.attempted or page.stem in ("index", "measure"))  # measuring takes devices and seconds

@@ -1,4 +1,4 @@
-"""Configs that are refused while they are resolved, each in one line with its reason."""
+"""Configs that are refused while they are resolved, each on one line with its reason."""
 
 import pytest
 

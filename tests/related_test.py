@@ -1,4 +1,4 @@
-"""experiments/related: every row's oracle holds, on small samples; what it writes; unknown rows."""
+"""experiments/related: every row's oracle holds on small samples; its output; unknown rows."""
 
 import types
 

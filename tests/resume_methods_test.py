@@ -1,4 +1,4 @@
-"""Every method continues from its files: bit for bit, from within a round where it has any; and with another number of workers."""
+"""Every method continues from its files: bit for bit, including from within a round; and with another number of workers."""
 
 import json
 
@@ -43,7 +43,7 @@ VECTORS = (
     "method=noloco,every=3",
     "method=tma(every=3,pace='3,2,1,2')",
 )
-MATRICES = (  # Of a network: some need matrices, or enough values for a code to pay.
+MATRICES = (  # needs a network: some methods need matrices, or enough values for a code to pay
     "method=sparseloco,every=3",
     "method=diloco,every=3,reducer=codec,codec=int4",
     "method=zero_one_adam(doubling=2,refresh=1),reducer=codec(codec=int8,start=2)",
@@ -93,7 +93,7 @@ def rows(workdir):
 
 @pytest.fixture(scope="module")
 def whole(request, tmp_path_factory):
-    """(the method, its trainer, which has compiled its programs, the directory of a whole run); pytest runs all tests of one in turn."""
+    """Return (the method, its trainer with compiled programs, the directory of a complete run); pytest groups tests by method."""
     run = run_of(configured(request.param), tmp_path_factory.mktemp("whole") / "run")
     run.train()
     return request.param, run.trainer, run.workdir

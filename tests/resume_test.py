@@ -48,7 +48,7 @@ class HangUp(train.Tracker):
 
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_closed_terminal_stops_a_run_after_it_has_saved(prepare, reference, tmp_path, nohup):
-    """SIGHUP ended launch.train without a checkpoint; under nohup it is ignored."""
+    """SIGHUP once ended launch.train without a checkpoint; under nohup it is ignored."""
     run = prepare("optimizer=accum_adamw", workdir=forget_after(reference, 4, tmp_path / "run"), **RICH)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else lambda *_: pytest.fail("the run does not handle SIGHUP"))
     try:
@@ -67,7 +67,7 @@ def test_another_number_of_workers(launch, reference, workers):
 
 
 class Remembered(NamedTuple):
-    """What a user's optimizer remembers, in fields called like some of ours."""
+    """The memory of a user's optimizer, in fields named like some of decjax's."""
 
     gradient: Any
     source: Any
@@ -93,7 +93,7 @@ def remembering(learning_rate, *, decay: float = 0.5) -> optax.GradientTransform
 
 @pytest.mark.parametrize("argument", ["mixer=choco,codec=int8,topology=ring", "method=allreduce,reducer=powersgd,rank=1"])
 def test_an_optimizer_whose_fields_are_called_like_ours_is_carried_over_whole(prepare, argument):
-    """To fewer workers: each mean is the average of its replicas'; only what belongs to edges begins afresh."""
+    """To fewer workers: each mean is the average of its replicas'; only per-edge state is reset."""
     argument = f"optimizer=remembering,simulate,{argument}"
     source = prepare(f"{argument},workers=4", steps=4)
     source.train()
@@ -113,7 +113,7 @@ def test_an_optimizer_whose_fields_are_called_like_ours_is_carried_over_whole(pr
 
 
 def test_memories_of_another_number_of_workers_start_afresh(launch, tmp_path):
-    """One-peer exponential has two rounds with four workers and one with two: other estimates, of other neighbours."""
+    """One-peer exponential has two rounds with four workers and one with two: other estimates, of other neighbors."""
     argument = "mixer=choco,codec=int8,topology=one_peer_exponential,simulate"
     source, _ = launch(argument + ",workers=4")
     target, outcome = launch(argument + ",workers=2", resume_from=source, steps=STEPS + 8)
@@ -122,7 +122,7 @@ def test_memories_of_another_number_of_workers_start_afresh(launch, tmp_path):
 
 @pytest.fixture(scope="module")
 def push_sum(prepare):
-    """On a graph whose rows do not sum to one: weights differ, and so do the plain mean and the one that is kept."""
+    """On a graph whose rows do not sum to one: weights differ, and so do the plain mean and the preserved one."""
     run = prepare("mixer=push_sum,codec=int8,workers=4,optimizer=sgdm,topology=random_digraph(degree=2)")
     run.train()
     return run
@@ -208,7 +208,7 @@ def test_lost_checkpoints_are_noticed_and_nothing_is_overwritten(launch, referen
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(prepare, reference, tmp_path):
     run = forget_after(reference, 0, tmp_path / "run")
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text(lines[0])  # Step 4, which was about to be saved.
+    (run / "metrics.jsonl").write_text(lines[0])  # step 4, which was about to be saved
     again = prepare("optimizer=accum_adamw", workdir=run, **RICH)
     again.train()
     assert again.note == "no checkpoint yet, starting from step 0"
@@ -216,7 +216,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(prepare, refe
 
 
 def test_metrics_are_not_judged_by_a_config_that_came_after_them(prepare, tmp_path):
-    """Of a run that was killed before its first checkpoint, and one that would save more often but ended before its first step."""
+    """A run that was killed before its first checkpoint, and one that would save more often but ended before its first step."""
     argument, run = "optimizer=adamw,workers=2,simulate", tmp_path / "run"
     prepare(argument, workdir=run, **{"checkpoint.every": 500})
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "kind": "train"}}\n' for step in (4, 8)))
@@ -292,7 +292,7 @@ def test_resume_from_takes_what_has_the_same_arrays(prepare, saved, tmp_path):
 
 
 def test_a_run_that_cannot_begin_holds_nothing(prepare, saved, tmp_path, monkeypatch):
-    """Also while its error is kept, with all frames that it came from, as a notebook keeps the last one."""
+    """Also while its error is kept with all its frames, as a notebook keeps the last one."""
     closed = []
     close, fail = checkpoint.Checkpoints.close, mock.Mock(side_effect=train.TrainingError("nothing arrives"))
     with monkeypatch.context() as patched:
@@ -328,5 +328,5 @@ def test_compressed_gossip_resumes_bit_for_bit_and_simulates(launch, argument, t
     launch(argument, workdir=part)
     assert_equal_states(whole, part)
     simulated, _ = launch(argument + ",simulate,workers=8")
-    np.testing.assert_allclose(losses(simulated), losses(whole), rtol=1e-3)  # A value between two codes may go either way.
+    np.testing.assert_allclose(losses(simulated), losses(whole), rtol=1e-3)  # a value between two codes may round either way
     assert [r["bytes_sent_per_worker"] for r in rows(simulated)] == [r["bytes_sent_per_worker"] for r in rows(whole)]

@@ -1,4 +1,4 @@
-"""From a config to a trainer or a run, as `launch.train` does it; and training states of parts that no config holds."""
+"""Build trainers and runs from configs, as `launch.train` does; and training states of parts that are in no config."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import jax
 from decjax import config as parts
 from decjax import mesh, optim, train
 
-_trainers: dict[tuple[str, bool], train.Trainer] = {}  # the last ones of `run_of`
+_trainers: dict[tuple[str, bool], train.Trainer] = {}  # the most recent ones of `run_of`
 
 
 def spec_of(config) -> parts.RunSpec:
@@ -25,7 +25,7 @@ def forget() -> None:
 
 
 def run_of(config, workdir, resume_from=None) -> train.Run:
-    """A run; one that continues, or repeats, one of the last few gets its trainer, which has compiled its programs."""
+    """Return a run; if it continues or repeats one of the last few, reuse that trainer with its compiled programs."""
     key = (config.to_json_best_effort(sort_keys=True), jax.config.jax_enable_x64)
     trainer = _trainers.pop(key, None) or trainer_of(config)
     _trainers[key] = trainer
@@ -37,13 +37,13 @@ def run_of(config, workdir, resume_from=None) -> train.Run:
 def start(
     params: Any, method: optim.Method, workers: mesh.Workers, source_init: Callable[[Any], Any] = lambda params: ()
 ) -> train.State:
-    """The state before the first step, from the parameters of one model; leaves [S, …] with stages."""
+    """Return the initial state from the parameters of one model; leaves are [S, …] with stages."""
     params = workers.stack(params)
     return train.State(params, workers.jit(method.tx.init, (0,))(params), workers.jit(source_init, (0,))(params))
 
 
 def shapes(make: Callable[[], Any], workers: mesh.Workers) -> Any:
-    """Shapes, dtypes and shardings of what `make()` returns, without its arrays."""
+    """Return shapes, dtypes and shardings of the result of `make()`, without its arrays."""
     found = jax.eval_shape(make)
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), found, workers.shardings(found)

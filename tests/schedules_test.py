@@ -1,4 +1,4 @@
-"""Pipeline schedules: every one respects what depends on what, and takes the ticks and the memory that theory gives it."""
+"""Pipeline schedules: each respects its dependencies, and takes the ticks and the memory that theory predicts."""
 
 import numpy as np
 import pytest
@@ -79,7 +79,7 @@ def test_critical_gradients_of_1f1b_are_those_of_its_epilogue(S, M):
 
 
 def test_critical_gradients_come_last():
-    """In the others too: a receiver that waits for a critical gradient has nothing left but passes backward."""
+    """Also in the others: a stage that waits for a critical gradient has only backward passes left."""
     for name, S, M, V in CASES:
         schedule = schedules.make(name, S, M, V)
         taken = positions(schedule)

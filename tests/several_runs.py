@@ -27,13 +27,13 @@ Rows = list[dict[str, Any]]
 
 
 def take(arguments: list[str], text: str, into: pathlib.Path) -> None:
-    """Trains all of them for a few steps."""
+    """Train all of them for a few steps."""
     for index, argument in enumerate(arguments):
         file, _, shorthand = argument.rpartition(":")
         config = (digits if file else lm).get_config(f"smoke,steps={STEPS},{shorthand}")
         fields = {"log_every": 1, "eval.every": 100, "checkpoint.every": 100, "schedule.warmup_steps": 0}
         if file:
-            fields |= {"schedule.learning_rate": 1e-3}  # Rounding errors grow at larger rates.
+            fields |= {"schedule.learning_rate": 1e-3}  # rounding errors grow at larger rates
         else:
             fields |= {
                 "data.path": text,
@@ -50,11 +50,11 @@ def take(arguments: list[str], text: str, into: pathlib.Path) -> None:
 
 
 def rows(arguments: list[str], folder: pathlib.Path, num_processes: int) -> dict[str, tuple[Rows, Rows]]:
-    """Metrics of each run, by its argument: of four devices in so many processes, and of four devices in this process."""
+    """Return the metrics of each run, by its argument: of four devices in so many processes, and of four devices in this process."""
     text = folder / "text.txt"
     text.write_bytes(np.random.default_rng(0).integers(97, 101, 4000, dtype=np.uint8).tobytes())
     start = [sys.executable, "-m", "launch.local", f"--num_processes={num_processes}", "--module=tests.several_runs", "--"]
-    # In the cache nobody would find a program: all compile at once.
+    # The cache would be empty: all compile at once.
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     done = subprocess.run(
         [*start, f"--text={text}", f"--into={folder / 'together'}", *arguments],
@@ -72,8 +72,8 @@ def rows(arguments: list[str], folder: pathlib.Path, num_processes: int) -> dict
 
 
 def assert_same(together: Rows, alone: Rows, distance_rtol: float = 1e-4) -> None:
-    """Losses, bytes and all else that does not hang on the clock; and that something was learned."""
-    assert len(together) == STEPS + 1  # The evaluation, too.
+    """Return losses, bytes and everything else that does not depend on the clock; check that the run has learned something."""
+    assert len(together) == STEPS + 1  # including the evaluation
     for ours, theirs in zip(together, alone, strict=True):
         assert ours.keys() == theirs.keys()
         for key in ours.keys() - {"time_s", "tokens_per_s", "images_per_s", "kind"}:

@@ -1,4 +1,4 @@
-"""decjax/measure/silence.py: no message, all of the arithmetic; what compressed methods' messages come to, in measure.form."""
+"""decjax/measure/silence.py: no messages, all of the arithmetic; and the cost of compressed methods' messages in measure.form."""
 
 import functools
 
@@ -36,7 +36,7 @@ def test_a_worker_hears_itself():
 
     x_NxP = np.arange(4.0 * WORKERS, dtype=np.float32).reshape(WORKERS, 4)
     mean, gathered, heard, twice = workers.jit(silence.silent(talk, workers.axis, sums), (0,))(x_NxP)
-    np.testing.assert_array_equal(mean, x_NxP / WORKERS)  # Its own value is the sum.
+    np.testing.assert_array_equal(mean, x_NxP / WORKERS)  # its own value is the sum
     np.testing.assert_array_equal(gathered, np.repeat(x_NxP[:, None], WORKERS, axis=1))
     np.testing.assert_array_equal(heard, x_NxP)
     np.testing.assert_array_equal(twice, 2 * x_NxP)
@@ -64,7 +64,7 @@ def test_an_update_computes_all_and_sends_nothing(shorthand):
 
     loud, silent = compiled(update), compiled(silence.silent(update, workers.axis))
     assert wire.bytes_sent(loud.as_text(), WORKERS).min() > 0 and not wire.bytes_sent(silent.as_text(), WORKERS).any()
-    # Nothing is left out; where no message stands between, the compiler may find it quicker to compute something twice.
+    # Nothing is left out; without a message in between, the compiler may compute something twice if that is faster.
     assert 0.95 <= silent.cost_analysis()["flops"] / loud.cost_analysis()["flops"] < 1.3
 
 
@@ -101,7 +101,7 @@ def test_updates_run_again_and_again():
 
 
 def test_coding_is_what_an_update_takes_beyond_what_the_model_adds():
-    """The optimizer, and what combines exact messages; where noise makes the update seem quicker, nothing."""
+    """The optimizer, and the combination of exact messages; where noise makes the update appear faster, zero."""
     forms = [form_of("method=allreduce,reducer=powersgd,rank=2"), form_of("mixer=choco,codec=int8")]
     workload = costmodel.Workload(0.1, (0.2,), (1e6,), optimizer_s=2e-3, combine_s=1e-3)
 

@@ -1,7 +1,8 @@
-"""launch/slurm.py on a real Slurm of four nodes on this machine: what Debian packages, started by tests/slurm_box.sh.
+"""launch/slurm.py on a real Slurm with four nodes on this machine, installed from Debian packages and started by
+tests/slurm_box.sh.
 
-One run is told to stop in every way that Slurm knows, and ends with the same numbers as one that nobody disturbed. It is paced
-(experiments/paced.py) until all has been done to it, so that the story always fits in it, however slow the machine is.
+One run is stopped in every way that Slurm has, and must give the same numbers as an undisturbed run. It is paced
+(experiments/paced.py) until all events have happened, so that they always fit into it, however slow the machine is.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from tests.tiny_runs import rows
 
 BOX = ROOT / "tests/slurm_box.sh"
 NODES, TIMEOUT_S = 4, 300
-STEPS, LOG = 1500, 3  # At least ten minutes while it waits, and seconds when it does not.
+STEPS, LOG = 1500, 3  # at least ten minutes while it waits, and seconds when it does not
 CONFIG = (
     "--config=experiments/paced.py:workers=2,simulate=false,topology=complete",
     f"--config.steps={STEPS}",
@@ -40,7 +41,7 @@ WAIT_S = 0.4  # of a step
 
 
 def why_not():
-    """What keeps Slurm from running here, or nothing."""
+    """Return why Slurm does not run here, or nothing."""
     if missing := [tool for tool in ("slurmctld", "slurmd", "sbatch", "munged", "unshare") if shutil.which(tool) is None]:
         return f"{', '.join(missing)} not found; Debian has them in slurm-wlm and munge"
     if os.geteuid() != 0:
@@ -53,7 +54,7 @@ pytestmark = pytest.mark.skipif(bool(reason := why_not()), reason=reason or "Slu
 
 
 def free_ports(number):
-    """The first of so many free ones."""
+    """Return the first of so many free ones."""
     for first in range(21000, 30000, 10):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in range(first, first + number):
@@ -64,8 +65,8 @@ def free_ports(number):
 
 @pytest.fixture(scope="module")
 def box():
-    """A cluster; gives its folder."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="slurm-"))  # Short: a socket's path has 107 characters at most.
+    """Start a cluster; yield its directory."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="slurm-"))  # short, because a socket's path has at most 107 characters
     try:
         subprocess.run([BOX, "up", str(NODES), folder, str(free_ports(NODES + 1))], check=True, timeout=120)
         with pytest.MonkeyPatch.context() as patch:
@@ -82,7 +83,7 @@ def slurm(*command_line):
 
 
 def submit(workdir, *options, passed=CONFIG, **environment):
-    """The number of the job."""
+    """Return the number of the job."""
     given = {"SLURM_CONF": os.environ["SLURM_CONF"], "JAX_PLATFORMS": "cpu"} | environment
     done = commands.run("launch.slurm", *options, "--", *passed, f"--workdir={workdir}", **given)
     assert done.returncode == 0, done.stderr
@@ -90,7 +91,7 @@ def submit(workdir, *options, passed=CONFIG, **environment):
 
 
 def paced(slowly):
-    """Arguments of a run whose steps wait while a file is there."""
+    """Return the arguments of a run whose steps wait while a file exists."""
     return (*CONFIG, f"--config.data.waits_for={slowly}", f"--config.data.wait_s={WAIT_S}")
 
 
@@ -107,7 +108,7 @@ def logs(workdir):
 
 
 def task(workdir, index):
-    """The process id of a task of a run."""
+    """Return the process id of a task of a run."""
     for process, line in command_lines().items():
         if "-m launch.train" in line and str(workdir) in line and "srun" not in line:
             found = pathlib.Path(f"/proc/{process}/environ").read_text().split("\0")
@@ -128,14 +129,14 @@ def wait_until(job, state, workdir):
 
 
 def step(workdir):
-    """The last one that was logged."""
+    """Return the last logged step."""
     path = workdir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return next((json.loads(line)["step"] for line in reversed(lines) if line.endswith("\n")), 0)
 
 
 def runs_on(job, workdir, restarts):
-    """Waits until a job that has come back so many times has trained on; gives the step."""
+    """Wait until a job that has been requeued so many times has continued training; return the step."""
     wait_for(lambda: field(job, "JobState") == "RUNNING" and int(field(job, "Restarts")) == restarts, workdir)
     before = step(workdir)
     wait_for(lambda: step(workdir) > before, workdir)
@@ -144,7 +145,7 @@ def runs_on(job, workdir, restarts):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The same run, and nobody does anything to it; gives a function that waits for its end."""
+    """The same run, undisturbed; return a function that waits for its end."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     line = [sys.executable, "-m", "launch.local", "--num_processes=2", "--", *CONFIG, f"--workdir={workdir}"]
     with subprocess.Popen(line, cwd=ROOT, env=os.environ | commands.SERVER, stdout=subprocess.DEVNULL) as run:
@@ -158,13 +159,15 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def story(box, undisturbed, tmp_path_factory):
-    """A run of two nodes. Its time ends; it is requeued, told to save, and preempted; it loses a node; and it is left alone."""
+    """A run of two nodes. Its time ends; it is requeued, told to save, and preempted; it loses a node; and finally it is left
+    alone.
+    """
     workdir = tmp_path_factory.mktemp("slurm") / "run"
     (slowly := workdir.parent / "slowly").touch()
     job = submit(workdir, "--nodes=2", "--time=60", "--save_s=120", "--exclude=n4", passed=paced(slowly))
     at = [runs_on(job, workdir, 0)]
     hours, minutes, _ = map(int, field(job, "RunTime").split(":"))
-    # Slurm looks every 30 seconds who has less than save_s left.
+    # Slurm checks every 30 seconds which jobs have less than save_s left.
     slurm("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 2}")
     wait_for(lambda: field(job, "Restarts") == "1", workdir)
     slurm("scontrol", "update", f"JobId={job}", "TimeLimit=60")
@@ -230,7 +233,7 @@ def test_a_sweep_is_a_job_array(box, tmp_path):
 
 @pytest.mark.parametrize("tasks, options", [(1, []), (8, []), (8, ["--sbatch=--gpus-per-task=1"]), (2, [])], ids=str)
 def test_tasks_see_all_gpus_of_their_nodes(box, tmp_path, tasks, options):
-    """As Slurm itself tells tasks of them; nobody opens the GPUs, which are none."""
+    """As Slurm announces GPUs to tasks; the devices do not exist and are never opened."""
     gpus = [] if options else ["--gpus_per_node=8"]
     line = ["--nodes=2", *gpus, f"--tasks_per_node={tasks}", "--time=5", "--module=tests.tell_environment", *options]
     job = submit(tmp_path, *line, passed=[], JAX_PLATFORMS="")

@@ -21,7 +21,7 @@ def job(**changed):
 
 
 def lines(found, start):
-    """Lines of a file that begin with a word, those that a backslash continues joined."""
+    """Return the lines of a file that begin with a word, with continued lines joined."""
     return [line for line in batch_file.text(found).replace("\\\n", " ").splitlines() if line.startswith(start)]
 
 
@@ -62,7 +62,7 @@ def test_a_task_a_gpu():
     assert {"--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=12"} <= set(
         options(found)
     ) and "--exclusive" not in options(found)
-    assert "--cpus-per-task=12" in lines(found, "srun")[0]  # Which Slurm 22.05 no longer takes from the job.
+    assert "--cpus-per-task=12" in lines(found, "srun")[0]  # Slurm 22.05 no longer takes it from the job
 
 
 def test_containers_setup_and_more_options():
@@ -98,7 +98,7 @@ def test_the_command_prints_the_file_and_finds_the_size_of_a_node():
 
 
 def end(tmp_path, code, tries="", bad=(), alive=True, refused=False, exclude="n9"):
-    """What a file does when its tasks have ended with an exit code: its own, and the commands of Slurm that it gives."""
+    """Run a file whose tasks end with an exit code; return the file's own exit code, and the Slurm commands it runs."""
     probed = "|".join(f"*nodelist={node}*" for node in bad) or "none"
     for name, text in {
         "srun": f'case "$*" in *--overlap*) case "$*" in {probed}) exit 1;; esac;; *) exit {code};; esac',
@@ -132,7 +132,7 @@ def test_after_a_failure_it_goes_on_without_the_nodes_that_are_not_well(tmp_path
     assert end(tmp_path, 137) == (137, [again])
     assert end(tmp_path, 3, bad=["n2"]) == (3, [again.replace("n9", "n9,n2")])
     assert end(tmp_path, 3, tries="3") == (3, [])
-    # Without the node there are too few: it waits in the queue until they are well.
+    # Without the node there are too few: the job waits in the queue until they are available.
     assert end(tmp_path, 3, tries="1", refused=True)[1] == [again.replace("=1", "=2"), "scontrol requeue 7"]
 
 
@@ -146,7 +146,7 @@ def odd_words(chance, count):
 
 
 def run_by_a_shell(folder, job):
-    """The words that srun gets from a file, which sbatch would run, and the folder of compiled programs."""
+    """Return the words that srun gets from a file run by sbatch, and the directory of compiled programs."""
     (folder / "srun").write_text('#!/bin/sh\nprintf "%s\\0" "$@" "$JAX_COMPILATION_CACHE_DIR" >said\n')
     (folder / "srun").chmod(0o755)
     (folder / "job.sh").write_text(batch_file.text(job))
@@ -187,7 +187,7 @@ def test_variables_of_the_node_are_filled_in_and_the_index_comes_first(tmp_path)
 
 
 def of_sbatch(line):
-    """The words of a line of options, as sbatch reads them (`_get_argument` of its source)."""
+    """Return the words of a line of options, as sbatch reads them (`_get_argument` in its source)."""
     words, word, quote, escaped = [], None, "", False
     for letter in line:
         if escaped:
@@ -261,9 +261,9 @@ def test_mistakes_are_told_before_the_job_waits(arguments, problem):
         (dict(name="a\nb"), "--name='a.nb': must be one line"),
         (dict(setup="a\nb"), "--setup='a.nb': must be one line"),
         (dict(setup="echo 'a"), "--setup=.*: invalid shell .*correct it"),
-        (dict(setup="cat <<X"), "--setup=.*: invalid shell .*here-document"),  # The rest of the file would be its text.
+        (dict(setup="cat <<X"), "--setup=.*: invalid shell .*here-document"),  # the rest of the file would be its text
         (dict(sbatch="--account=me --nodes=7"), "--sbatch=--nodes=7: launch.slurm sets --nodes itself; use its own options"),
-        (dict(sbatch="-a 0-3"), "--sbatch=-a: launch.slurm sets --array itself"),  # Four runs in one directory.
+        (dict(sbatch="-a 0-3"), "--sbatch=-a: launch.slurm sets --array itself"),  # four runs in one directory
         (dict(sbatch="-N7"), "--sbatch=-N7: launch.slurm sets --nodes itself"),
         (dict(setup="module load x \\"), "--setup=.*: must be one line"),
         (dict(container="a\nb"), "--container='a.nb': must be one line"),

@@ -1,4 +1,4 @@
-"""Where text may come from beside plain files: JSON lines, Parquet, and a source of the user's own; and tokens instead of bytes."""
+"""Sources of text other than plain files: JSON lines, Parquet, and a user's own source; and tokens instead of bytes."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ DOCUMENTS = ["The first.", "Zwei Mädchen\nlesen.", "", "and a third"]
 
 
 def test_json_lines_and_parquet_are_read_alike(tmp_path):
-    """The values of a field, joined by line breaks; other fields and empty lines are left out."""
+    """The values of a field, joined by line breaks; other fields and empty lines are skipped."""
     rows = [json.dumps({"text": document, "id": k}) for k, document in enumerate(DOCUMENTS)]
     (tmp_path / "a.jsonl").write_text("\n".join([*rows, '{"text": null}']) + "\n\n")
     parquet.write_table(pyarrow.table({"text": [*DOCUMENTS, None], "other": [1, 2, 3, 4, 5]}), tmp_path / "b.parquet")
@@ -28,7 +28,7 @@ def test_json_lines_and_parquet_are_read_alike(tmp_path):
     assert texts == {"a.jsonl": joined(DOCUMENTS), "b.parquet": joined(filter(None, DOCUMENTS)), "c.txt": b"plain"}
     _, named = sources.read(str(tmp_path / "a.jsonl"), "text")
     assert list(named.values()) == [joined(DOCUMENTS)]
-    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "a\0b"}))  # In a plain file a zero byte would say that it is binary.
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "a\0b"}))  # in a plain file, a zero byte would mark it as binary
     assert sources.read(str(tmp_path))[1]["d.jsonl"] == b"a\0b"
 
 
@@ -70,7 +70,7 @@ def test_a_damaged_parquet_file_is_told(damage, tmp_path):
 
 
 def test_the_text_of_a_small_parquet_file_may_be_too_large(tmp_path, monkeypatch):
-    """Equal values take hardly any space on the disk."""
+    """Equal values take hardly any disk space."""
     documents, file = ["x" * 500, "y" * 500] * 2500, tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": documents}), file)
     assert sources.read(str(file))[1] == {".": "\n".join(documents).encode()}
@@ -80,7 +80,7 @@ def test_the_text_of_a_small_parquet_file_may_be_too_large(tmp_path, monkeypatch
         sources.read(str(file))
     parquet.write_table(pyarrow.table({"text": documents[:2000]}), file)
     assert len(sources.read(str(file))[1]["."]) < 2**20
-    (tmp_path / "b.parquet").write_bytes(file.read_bytes())  # Each fits by itself.
+    (tmp_path / "b.parquet").write_bytes(file.read_bytes())  # each fits by itself
     with pytest.raises(ValueError, match="holds more than 0 GiB of text"):
         sources.read(str(tmp_path))
 
@@ -110,7 +110,7 @@ def test_a_source_of_ones_own_is_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     _, texts = sources.read("my_texts:numbered")
     assert texts == {str(k): document.upper().encode() + b"\n" for k, document in enumerate(DOCUMENTS) if document}
-    assert sources.read("my_texts:ended")[1] == {"0": b"a\n", "1": b"b\n"}  # One line break is enough.
+    assert sources.read("my_texts:ended")[1] == {"0": b"a\n", "1": b"b\n"}  # one line break is enough
     for path, message in [
         ("my_texts:wrong", "item 1 is of type int; give a source whose items are str or bytes"),
         ("my_texts:absent", "cannot be imported"),
@@ -147,7 +147,7 @@ def test_tokens_are_those_of_the_bytes():
 
 @pytest.mark.parametrize("at_once", [1, 50, 2**20])
 def test_files_without_a_last_line_break_are_encoded_one_by_one(tmp_path, monkeypatch, at_once):
-    """Their bytes run together, their tokens do not, however many are encoded at once."""
+    """Their bytes are concatenated, their tokens are not, however many are encoded at once."""
     monkeypatch.setattr(text, "AT_ONCE", at_once)
     files = [f"file {k} has lines\nand{k % 3 * chr(10)} an end, number {k}".encode() for k in range(300)]
     for k, content in enumerate(files):
@@ -172,7 +172,7 @@ def test_a_text_that_is_cut_for_validation_goes_on_there(tmp_path):
 
 
 def test_documents_of_ones_own_are_divided_by_dirichlet(tmp_path, monkeypatch):
-    """Items without line breaks begin at tokens of their own, so workers can have unequal shares of them."""
+    """Items without line breaks begin at their own tokens, so workers can have unequal shares of them."""
     (tmp_path / "many_texts.py").write_text("articles = [f'{k} ' + 'once upon a time ' * (2 + k % 5) for k in range(300)]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     model = registry.make("model", "decoder", vocabulary=300, context=8, width=8, hidden=8, heads=1, depth=1)

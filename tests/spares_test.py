@@ -1,4 +1,4 @@
-"""Spare processes of an elastic run's launcher: one that ends by itself is replaced, at once and then ever more slowly."""
+"""Spare processes of an elastic run's launcher: one that exits is replaced, at once and then after growing delays."""
 
 import contextlib
 import sys
@@ -13,7 +13,7 @@ ENDS = [sys.executable, "-c", "pass"]
 
 @pytest.fixture
 def starter(monkeypatch):
-    """Makes what holds the spares of two hosts with two places each, and has a clock of its own."""
+    """Return the spares of two hosts with two slots each, with a manual clock."""
     now_s = [0.0]
     monkeypatch.setattr(elastic.time, "monotonic", lambda: now_s[0])
     with contextlib.ExitStack() as stack:
@@ -21,7 +21,7 @@ def starter(monkeypatch):
 
 
 def spares(held):
-    """Process ids by host."""
+    """Return process ids by host."""
     held.hold_spares()
     return {host: spare.process.pid for host, spare in held._spares.items()}
 

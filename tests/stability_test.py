@@ -1,4 +1,4 @@
-"""experiments.stability: closed forms, and that decjax's own optimizers settle below the limits and not above them."""
+"""experiments.stability: closed forms, and decjax's optimizers settle below the limits and not above them."""
 
 import functools
 from typing import Any
@@ -34,16 +34,16 @@ def workers():
 
 
 def grown(rate, optimizer, scheme):
-    """How much further from zero the workers are after the second half of a run than after the first one."""
-    # Adam's ε outweighs √V, so that V is at rest; rates are divided by ε = 1. On one-peer graphs it takes longer until the largest
-    # eigenvalue rules; on others, x would grow so large in that time that V counts.
+    """Return how much further from zero the workers are after the second half of a run than after the first."""
+    # Adam's ε exceeds √V, so that V has no effect; rates are divided by ε = 1. On one-peer graphs it takes longer until the largest
+    # eigenvalue dominates; on others, x would grow so large in that time that V matters.
     steps = 120 if scheme.graph == "complete" else 240
     scale = optim.scale_by_accumulated_adam(optimizer.decay, 0.999, 1.0, optimizer.window)
     inner, channel = optax.chain(scale, optax.scale(-rate)), Channel(workers().axis)
     start, phases = 1e-30 * np.random.default_rng(0).normal(size=(N, 1)), (0,)
     if scheme.order in ("mean", "stale"):
         tx = optim.synchronize(inner, reduce.mean(channel), stale=scheme.order == "stale")
-        start = np.broadcast_to(start[:1], (N, 1))  # All-reduce keeps the difference of parameters that differ.
+        start = np.broadcast_to(start[:1], (N, 1))  # all-reduce preserves differences between parameters
     else:
         mixer = gossip.exact(topology.make(scheme.graph, N), channel)
         tx, phases = optim.decentralize(inner, mixer, scheme.order), mixer.phases

@@ -1,4 +1,4 @@
-"""Codecs as a user may write them, simpler than the library's, and some of them in NumPy."""
+"""Codecs as a user may write them, simpler than the library's, some of them in NumPy."""
 
 from collections.abc import Callable
 import math
@@ -27,7 +27,7 @@ class Identity(codecs.Codec):
 
 
 class Top(codecs.Codec):
-    """The largest values of an array, and where they are: so many, or below 1 that share of them."""
+    """Return the largest values of an array and their positions: this many, or this share if below 1."""
 
     name = "top"
 
@@ -52,7 +52,7 @@ class Top(codecs.Codec):
 
 
 def dense_top(most: float) -> Callable[[np.ndarray], np.ndarray]:
-    """The same of one array, in NumPy."""
+    """The same for one array, in NumPy."""
 
     def code(x):
         kept = np.zeros_like(x)
@@ -85,7 +85,7 @@ class OneBit(codecs.Codec):
 
 
 class Dithered(codecs.Codec):
-    """Whole numbers, rounded up or down at random: unbiased, and too coarse to be contractive."""
+    """Integers, rounded up or down at random: unbiased, and too coarse to be contractive."""
 
     name = "dithered"
     random = True
@@ -104,7 +104,7 @@ class Dithered(codecs.Codec):
 
 
 class FourBits(codecs.Codec):
-    """Whole numbers −7 … 7 times the largest magnitude / 7, two to a byte."""
+    """Integers −7 … 7 times the largest magnitude / 7, two to a byte."""
 
     name = "four_bits"
 
@@ -127,7 +127,7 @@ class FourBits(codecs.Codec):
 
 
 def four_bits(stochastic=False, **members) -> codecs.Codec:
-    """FourBits, or that codec rounded up or down at random, with some members replaced."""
+    """FourBits, or that codec with random rounding, with some members replaced."""
     return type(FourBits)("FourBits", (FourBits,), {"name": "four_bits", "random": stochastic, **members})()
 
 

@@ -1,4 +1,4 @@
-"""Disks that fail and processes that are killed: a good checkpoint stays, and the continued run is the uninterrupted one, bit for bit."""
+"""Failing disks and killed processes: a good checkpoint remains, and the continued run equals the uninterrupted one, bit for bit."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ def saved(folder, *steps):
 
 
 def newest(folder, **how):
-    """What is found in a folder of such checkpoints; whatever it is, it is what was saved."""
+    """Load whatever is in a directory of such checkpoints; it must be what was saved."""
     with checkpoint.Checkpoints(folder, **how) as checkpoints:
         step, (state, counters), damage = checkpoints.newest(lambda step: checkpoints.restore(step, state_of(0)))
     assert counters == {"step": step}
@@ -45,7 +45,7 @@ def newest(folder, **how):
 
 
 def is_equal_to(run, whole):
-    """Whether a run came to what an uninterrupted one came to, with each row once."""
+    """Check that a run has the results of an uninterrupted one, with each row once."""
     assert_equal_states(whole, run)
     untimed = [
         [{k: v for k, v in row.items() if k not in ("time_s", "tokens_per_s")} for row in rows(d) + rows(d, "eval")]
@@ -59,7 +59,7 @@ def is_equal_to(run, whole):
 
 
 def test_the_state_may_change_while_it_is_written(tmp_path):
-    """Also where the next step is computed in the place of its arrays."""
+    """Also where the next step is computed in place."""
     state = state_of(1, 10**6)
     before = jax.tree.map(np.array, state)
     change = jax.jit(lambda state: jax.tree.map(lambda x: -x, state), donate_argnums=0)
@@ -96,12 +96,12 @@ with checkpoint.Checkpoints(folder, keep=2) as checkpoints:
 
 @pytest.mark.parametrize("kills", [3, 10])
 def test_after_a_kill_at_any_moment_there_is_a_good_checkpoint(tmp_path, kills):
-    """Of the step of which saving had begun last, or of the one before."""
+    """The last saved step, or the one before."""
     rng, began = random.Random(kills), 0
     for _ in range(kills):
         command = [sys.executable, "-c", SAVES, str(tmp_path), str(began + 1)]
         with subprocess.Popen(command, cwd=commands.ROOT, stdout=subprocess.PIPE, text=True) as process:
-            lines = [process.stdout.readline() for _ in range(2)]  # The first checkpoint is complete when the second begins.
+            lines = [process.stdout.readline() for _ in range(2)]  # the first checkpoint is complete when the second begins
             time.sleep(rng.uniform(0, 0.5))
             process.send_signal(signal.SIGKILL)
             began = int((lines + process.stdout.read().splitlines())[-1])
@@ -188,7 +188,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(prepare, refer
 
 
 def mounted(*arguments):
-    """Mounts, or skips the test where that is not allowed."""
+    """Mount, or skip the test where mounting is not allowed."""
     told = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True, check=False)
     if told.returncode:
         pytest.skip(f"mount needs root and a kernel that lets it: {told.stderr.strip()}")
@@ -226,14 +226,14 @@ def gone(name):
 
 
 class Mischief(train.Tracker):
-    """Does something to the directory of a run after a step, until it is closed."""
+    """Change the directory of a run after a step, until it is closed."""
 
     def __init__(self, run, what, step):
         self._run, self._what, self._step, self._stack = run, what, step, contextlib.ExitStack()
 
     def step(self, step):
         if step == self._step:
-            self._run.checkpoints.finish()  # The one before is complete.
+            self._run.checkpoints.finish()  # the previous one is complete
             self._stack.enter_context(self._what(self._run.workdir))
 
     def log(self, step, kind, values):
@@ -245,7 +245,7 @@ class Mischief(train.Tracker):
 
 @pytest.fixture
 def disk(tmp_path):
-    """A small disk of its own."""
+    """A small separate disk."""
     mounted("-t", "tmpfs", "-o", "size=32m", "tmpfs", tmp_path)
     yield tmp_path
     subprocess.run(["umount", "--lazy", tmp_path], check=True)

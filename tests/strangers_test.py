@@ -1,4 +1,4 @@
-"""Nobody reaches a run but over its own network: what listens in a cluster in a box, and on loopback under launch.local."""
+"""A run is reachable over its own network only: what listens in an emulated cluster, and on loopback under launch.local."""
 
 import re
 import subprocess
@@ -13,8 +13,8 @@ from tests.cluster_test import RECEIVE, ROOT, TIMEOUT_S, needs_namespaces, wait_
 
 pytestmark = needs_namespaces
 NAME, HOSTS, OWN, OTHER = f"{TEST}strange", 2, "10.87.0", "10.88.0"
-OPEN = 5000  # the port of RECEIVE, which listens at all addresses
-# Connects to HOST:PORT …, sends what no program expects, and prints those that took it.
+OPEN = 5000  # the port of RECEIVE, which listens on all addresses
+# Connect to HOST:PORT …, send what no program expects, and print which connections were accepted.
 STRANGER = """
     import socket, sys
     for address in sys.argv[1:]:
@@ -44,7 +44,7 @@ def network():
 
 @pytest.fixture
 def training(tmp_path):
-    """Starts a launcher with a run that goes on until what it gives is called; that gives the run's exit code."""
+    """Start a launcher with a run that continues until the returned function is called; that returns the run's exit code."""
     (slowly := tmp_path / "slowly").touch()
     config = [
         "--config=experiments/paced.py:workers=2,simulate=false,steps=100",
@@ -73,14 +73,14 @@ def training(tmp_path):
 
 
 def listening(space):
-    """(address, port) of everything that listens in a namespace."""
+    """Return (address, port) of everything that listens in a namespace."""
     shown = iproute.do("ip", "netns", "exec", space, "ss", "--no-header", "--tcp", "--listening", "--numeric")
     # Such as 10.87.0.1:4321 and [::ffff:10.87.0.1]:4321.
     return [re.fullmatch(r"(?:\[::ffff:)?(.*?)\]?:(\d+)", line.split()[3]).groups() for line in shown.splitlines()]
 
 
 def reached(network, addresses):
-    """Of addresses as HOST:PORT those that the third host connects to."""
+    """Return those HOST:PORT addresses to which the third host can connect."""
     line = network.inside(HOSTS, [sys.executable, "-c", textwrap.dedent(STRANGER), *addresses])
     return subprocess.run(line, capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout.split()
 
@@ -103,7 +103,7 @@ def test_a_stranger_on_another_network_does_not_reach_a_run(network, training, o
 
 @pytest.mark.parametrize("options", [[], ["--elastic"]], ids=["plain", "elastic"])
 def test_launch_local_opens_nothing_but_loopback(network, training, options):
-    """In a namespace of its own, where nothing else listens; the launcher counts as well."""
+    """In a separate namespace, where nothing else listens; the launcher counts as well."""
     ended = training(network.inside(0, []), "launch.local", "--num_processes=2", *options)
     found = listening(network.hosts[0])
     assert found and {address for address, _ in found} == {"127.0.0.1"}

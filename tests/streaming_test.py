@@ -1,4 +1,4 @@
-"""Streaming DiLoCo against a dense NumPy reference written as the paper states it, its limit, its bytes and its schedule, in float64."""
+"""Streaming DiLoCo against a dense NumPy reference written as in the paper, its limit, its bytes and its schedule, in float64."""
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from tests.stand_ins import dense_top, top
 
 H = 6
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-# Of the matrix [2, 2] a row, and half of the vector.
+# A row of the [2, 2] matrix, and half of the vector.
 FRAGMENTS = {1: [np.arange(8)], 2: [np.r_[0:2, 4:6], np.r_[2:4, 6:8]]}
 
 
@@ -32,7 +32,7 @@ def dense(fragments, delay, merge, code=None):
             if s and s % H == p * H // fragments:
                 change = anchor[own] - x[:, own]
                 if code:
-                    # Each τ-th of a fragment is a message: here a half of the row, and of the part of the vector.
+                    # Each τ-th of a fragment is a message: here half of the row, and half of the vector's part.
                     for piece in own.reshape(-1, delay).T:
                         sent = np.stack([code(row) for row in anchor[piece] - x[:, piece] + error[:, piece]])
                         error[:, piece] += anchor[piece] - x[:, piece] - sent
@@ -69,7 +69,7 @@ def test_it_is_the_dense_reference(fragments, delay, merge, mode):
 
 @pytest.mark.parametrize("mode", ["devices", "simulated"])
 def test_a_fragment_travels_in_pieces_that_are_compressed_with_error_feedback(mode):
-    """And the exchange may be a program of its own, as engine "split" has it."""
+    """The exchange may also be a separate program, as with engine "split"."""
     coded = lambda channel: reduce.coded(channel, codec=top(0.5), form="gather")
     path, _, _ = trajectory(streaming(coded, fragments=2, delay=2), mode, received=mode == "devices")
     np.testing.assert_allclose(path, dense(2, 2, 0.5, dense_top(0.5)), rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Independent subnetwork training: against a dense reference, who trains which unit, its known fixed point, and what is refused."""
+"""Independent subnetwork training: against a dense reference, the assignment of units, its fixed point, and refused configs."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ def workers(mode):
 
 
 def trajectory(mode, inner, every=EVERY, steps=STEPS):
-    """[steps + 1, N, P]: N workers with ½ ‖A_i x − b_i‖² each, all of whose coordinates are units."""
+    """Return [steps + 1, N, P]: N workers with ½ ‖A_i x − b_i‖² each, all of whose coordinates are units."""
     w = workers(mode)
     with jax.enable_x64(True):
         channel = Channel(w.axis, seed=SEED)

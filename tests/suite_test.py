@@ -1,4 +1,4 @@
-"""The suite knows its own tests."""
+"""The lists of tests name existing tests."""
 
 import pathlib
 import random

@@ -1,4 +1,6 @@
-"""Coded sums of tensor-parallel groups: a dense reference, equal devices, bytes of the program, training on all three axes, refusals."""
+"""Coded sums of tensor-parallel groups: a dense reference, equal devices, bytes of the program, training on all three axes,
+refusals.
+"""
 
 import functools
 import json
@@ -27,7 +29,7 @@ CODEC = "topk(fraction=0.6)"
 
 @functools.cache
 def half_layer(K, codec=CODEC):
-    """(weights, x, y) -> (loss, weights after a step) of ½ ‖tanh(XAU)V − Y‖², whose U and V a group of K devices divides."""
+    """(weights, x, y) -> (loss, weights after a step) of ½ ‖tanh(XAU)V − Y‖², with U and V divided over a group of K devices."""
     workers = mesh.make_workers(1, tensor=K)
     multiply = sums.CodedSums(codec=codec)
 
@@ -44,7 +46,7 @@ def half_layer(K, codec=CODEC):
 
 
 def largest(x):
-    """x where it is one of the largest 60 %, rounded up, else 0."""
+    """Return x, rounded up, where it is one of the largest 60 %, else 0."""
     kept = np.argsort(-np.abs(x).ravel(), kind="stable")[: int(np.ceil(0.6 * x.size))]
     out = np.zeros(x.size, x.dtype)
     out[kept] = x.ravel()[kept]
@@ -52,7 +54,7 @@ def largest(x):
 
 
 def coded_sum(terms_KxRxD):
-    """All terms coded; with more than two, the rows are added up in K parts, each of which is coded again."""
+    """All terms coded; with more than two, the rows are summed in K parts, each of which is coded again."""
     K = len(terms_KxRxD)
     if K == 2:
         return sum(map(largest, terms_KxRxD))
@@ -77,18 +79,18 @@ def test_training_with_coded_sums_is_the_dense_reference(K):
     for found, expected in zip(weights, (A, U, V)):
         np.testing.assert_allclose(np.asarray(found)[0], expected, atol=2e-5)
         assert len({shard.data.tobytes() for shard in found.addressable_shards}) == 1, "devices of a group differ"
-    assert step._cache_size() <= 2, "a further call recompiled"  # The first one has the layout of `stack`.
+    assert step._cache_size() <= 2, "a further call recompiled"  # the first one has the layout of `stack`
 
 
 def bytes_of_sums(hlo, devices):
-    """Bytes that each device sends for coded sums, each instruction once."""
+    """Return the bytes that each device sends for coded sums, each instruction once."""
     own = [each for body in Program(hlo).computations.values() for each in body if sums.SCOPE in each.line]
     return sum(each.sent(devices) for each in wire.collectives(own, devices))
 
 
 @pytest.mark.parametrize("K, codec", [(2, CODEC), (4, CODEC), (2, "zfp(rate=8)"), (4, "int8")])
 def test_bytes_of_the_program_are_those_declared(K, codec):
-    """One sum forward and one backward."""
+    """one sum forward and one backward"""
     workers, step = half_layer(K, codec)
     hlo = step.lower(workers.stack([jnp.asarray(w) for w in WEIGHTS]), X, Y).compile().as_text()
     made = registry.make("codec", codec)
@@ -104,7 +106,7 @@ TINY = {"model.heads": 2, "model.depth": 2}
 
 
 def trained(prepare, shorthand):
-    """(the losses of 20 steps, the run)."""
+    """Return (the losses of 20 steps, the run)."""
     run = prepare(shorthand, steps=STEPS, **TINY)
     state, found = run.trainer.init(), []
     for step in range(STEPS):
@@ -126,8 +128,9 @@ def test_codecs_that_lose_nothing_change_nothing(prepare, uncoded, codec, tolera
 
 
 def assert_declared(run, num_devices):
-    """Two sums of a layer forward and two backward: what a pass computes anew it does not send anew. Each stage has one loop over its
-    layers, and so each sum stands once in the program."""
+    """Two sums per layer forward and two backward: recomputation in a pass sends nothing. Each stage has one loop over its layers,
+    so each sum appears once in the program.
+    """
     (program,) = run.trainer.program(run.trainer.abstract, run.trainer.batch(0), 0).executables
     made, tokens = registry.make("codec", run.spec.tensor_codec), run.spec.batch_per_worker // run.spec.pipeline.microbatches * 16
     expected = np.full(num_devices, 4 * sums.CodedSums(codec=made).num_bytes((tokens, 8), 2))
@@ -150,7 +153,7 @@ def test_all_three_axes_coded_train_and_resume_bit_for_bit(prepare, launch, tmp_
 
 
 def test_messages_of_each_axis_are_taken_apart():
-    """Those of one step of a model of two layers: every term of a sum, what passes between stages, and the gradient."""
+    """The bytes of one step of a two-layer model: every term of a sum, messages between stages, and the gradient."""
     size = dict(width=8, hidden=8, heads=2, depth=2, context=4)
     model = models.decoder_lm(**size)
     params, tokens_BxT1 = model.init(jax.random.key(0)), jax.random.randint(jax.random.key(1), (3, 5), 0, 256)

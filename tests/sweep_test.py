@@ -37,7 +37,7 @@ def launch(*arguments, **environment):
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """Two texts, of which one is not there, with two seeds; then the same command again."""
+    """Two texts, one of them missing, with two seeds; then the same command again."""
     workdir = tmp_path_factory.mktemp("sweep")
     command = [
         "--config=configs/lm.py:smoke,workers=1,method=local,steps=4",
@@ -46,7 +46,7 @@ def swept(tmp_path_factory):
         "--",
         *TINY,
     ]
-    # Compiled programs are kept between the runs: compilation is most of a tiny one.
+    # Compiled programs are shared by the runs: most of a tiny run is compilation.
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -55,7 +55,7 @@ def swept(tmp_path_factory):
     first = launch("--parallel=2", *command, **environment)
     finished = workdir / "data.path=launch,seed=0" / "metrics.jsonl"
     before = finished.stat().st_mtime_ns
-    (workdir / "data.path=launch,seed=1" / "summary.json").unlink()  # As if it had been interrupted.
+    (workdir / "data.path=launch,seed=1" / "summary.json").unlink()  # as if it had been interrupted
     second = launch(*command, **environment)
     return workdir, first, second, before == finished.stat().st_mtime_ns
 
@@ -139,7 +139,7 @@ def test_commas_within_brackets_divide_no_values():
     nested = "hierarchical(local_size=4,outer=base_k(k=3))"
     assert members.parse_sweep(f"topology={nested},ring;seed=0,1") == {"topology": [nested, "ring"], "seed": ["0", "1"]}
     config = f"configs/lm.py:topology={nested},codec=topk(fraction=0.1,values=int4)"
-    members.check_apart(config, {"outer": ["1"], "values": ["2"]}, [])  # Options of a part are no keys.
+    members.check_apart(config, {"outer": ["1"], "values": ["2"]}, [])  # options of a part are not keys
     with pytest.raises(command.UserError, match="topology is set by the sweep, .* 'topology=hierarchical.*k=3..'; leave it out"):
         members.check_apart(config, {"topology": ["ring"]}, [])
 
@@ -166,7 +166,7 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
     path = tmp_path / "config.py"
     path.write_text("SWEEP = 'seed=0,1'\n")
     assert members.sweep_of(config_file.load_module(str(path)), str(path), "") == "seed=0,1"
-    path = tmp_path / "other.py"  # A module's bytecode is cached by its time stamp.
+    path = tmp_path / "other.py"  # bytecode is cached by the module's time stamp
     path.write_text("def get_sweep(arg):\n    return 'seed=0' if arg == 'smoke' else 'seed=0,1'\n")
     assert members.sweep_of(config_file.load_module(str(path)), str(path), "smoke") == "seed=0"
 
@@ -261,7 +261,7 @@ def test_mistakes_are_one_line_before_anything_runs(arguments, problem, tmp_path
 
 
 def refused(*arguments):
-    """What the command says of its arguments, without a process of its own."""
+    """Return what the command says about its arguments, without starting it."""
     values = flags.FlagValues()
     sweep.define(values)
     with pytest.raises((command.UserError, config_file.ConfigFileError)) as error:
@@ -277,7 +277,7 @@ def test_a_mistake_ends_the_command(tmp_path):
 
 
 def test_options_behind_that_leave_what_is_swept_are_taken(tmp_path):
-    """A rate for all methods, and other fields of the same name."""
+    """One rate for all methods, and other fields of the same name."""
     values = flags.FlagValues()
     sweep.define(values)
     extra = ["--config.schedule.learning_rate=0.1", "--config.eval.every=100", "--config.optimizer.weight_decay", "0"]
@@ -288,7 +288,7 @@ def test_options_behind_that_leave_what_is_swept_are_taken(tmp_path):
 
 # -- Running, with stand-ins for launch.train -------------------------------------------------------------------------
 
-# Says where it is, and does as its directory's name tells.
+# Print its directory, and act according to the directory's name.
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
 workdir = pathlib.Path(next(a for a in sys.argv if a.startswith("--workdir=")).partition("=")[2])
@@ -315,7 +315,7 @@ note("ends")
 
 @pytest.fixture
 def stand_ins(tmp_path, monkeypatch):
-    """Members of these values, whose processes are stand-ins, and the lines of what these did."""
+    """Sweep members with these values, whose processes are stand-ins, and the lines these printed."""
     monkeypatch.setattr(processes, "python", lambda module, arguments: [sys.executable, "-c", STAND_IN, module, *arguments])
     monkeypatch.setattr(processes, "POLL_S", 0.02)
 
@@ -326,7 +326,7 @@ def stand_ins(tmp_path, monkeypatch):
 
 
 def run(all_members, caught=(), parallel=1, chosen=None, num_processes=1, **how):
-    """(failures, all that was shown)."""
+    """Return (failures, everything displayed)."""
     console = rich.console.Console(file=io.StringIO(), width=100, soft_wrap=True, **how)
     chosen = [*range(len(all_members))] if chosen is None else chosen
     failures = sweep.Sweep(all_members, chosen, parallel, num_processes).run([*caught], console)
@@ -415,7 +415,7 @@ def test_a_member_that_another_sweep_runs_is_put_off_and_then_seen_to_be_finishe
     make, book = stand_ins
     found = make("a", "b")
     held = found[0].lock()
-    # It stays taken as long as the child lives, whatever becomes of the sweep.
+    # The directory stays locked while the child lives, whatever happens to the sweep.
     child = sweep.start(found[0], held, 1)
     held.close()
     failures, shown = run(found)
@@ -469,14 +469,14 @@ def rows(directory):
 
 
 def test_a_killed_sweep_continues_with_the_same_command(tmp_path):
-    """Two runs at a time, of two processes each; and it comes to what an uninterrupted one comes to."""
+    """Two runs at a time, of two processes each; the result equals that of an uninterrupted sweep."""
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     often = ["--config.log_every=5", "--config.checkpoint.every=10", "--config.steps=150"]
-    slowly = tmp_path / "slowly"  # While it exists, a run lasts for half a minute.
+    slowly = tmp_path / "slowly"  # while the file exists, a run lasts for half a minute
     often += [f"--config.data.waits_for={slowly}", "--config.data.wait_s=0.2"]
 
     def line(workdir, *more):
@@ -508,10 +508,10 @@ def test_a_killed_sweep_continues_with_the_same_command(tmp_path):
     table = subprocess.run(line(killed, "--table"), cwd=commands.ROOT, env=environment, capture_output=True, text=True)
     assert table.returncode == 0 and re.search(r"seed=0 +\d+/150", table.stdout), table.stdout + table.stderr
     slowly.unlink()
-    result = run_to_the_end(killed)  # At once: its members may still be ending.
+    result = run_to_the_end(killed)  # at once: its members may still be exiting
     assert result.returncode == 0, result.stdout + result.stderr
     assert "continuing from step" in (killed / "seed=0" / "train.log").read_text()
-    for seed in (0, 1):  # A row of training is a mean since the last one, so only evaluations have the same steps.
+    for seed in (0, 1):  # a training row is a mean since the last one, so only evaluations have equal steps
         one, other = (
             [(row["step"], row["loss"]) for row in rows(top / f"seed={seed}") if row["kind"] == "eval"] for top in (whole, killed)
         )

@@ -1,4 +1,4 @@
-"""Divided embedding tables: against DLRM in NumPy, bounds of every message, bytes, resume, and configs that cannot be."""
+"""Divided embedding tables: against DLRM in NumPy, error bounds of every message, bytes, resuming, and invalid configs."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ def config_of(shorthand="divided", workers=N, **fields):
 
 @functools.cache
 def path(shorthand, workers=N, **fields):
-    """(trainer, the averaged model before each step and after the last, losses [steps, N], states of the source)."""
+    """Return (trainer, the averaged model before each step and after the last, losses [steps, N], states of the source)."""
     trainer = trainer_of(config_of(shorthand, workers, **fields))
     state, models, losses, told = trainer.init(), [], [], []
     for step in range(STEPS):
@@ -47,7 +47,7 @@ def path(shorthand, workers=N, **fields):
 
 
 def perceptron(layers, x, active):
-    """Its outputs, and a function from their gradient to those of the layers and of its input."""
+    """Return its outputs, and a function from their gradient to those of the layers and of its input."""
     inputs, outs = [], []
     for number, layer in enumerate(layers, 1):
         inputs.append(x)
@@ -67,7 +67,7 @@ def perceptron(layers, x, active):
 
 
 def dlrm(params, batch):
-    """(mean loss, its gradient), as arXiv 1906.00091 states the model, of whole tables and all workers' examples."""
+    """Return (mean loss, its gradient), as in arXiv 1906.00091, of undivided tables and all workers' examples."""
     bottom, top = (list(params["dense"][name]["layers"].values()) for name in ("bottom", "top"))
     tables = [table["embedding"] for table in params["tables"].values()]
     own, back_bottom = perceptron(bottom, batch.numbers_BxF, True)
@@ -122,7 +122,7 @@ def test_undivided_tables_take_the_same_steps(shorthand, workers, fields):
 
 
 def test_no_value_of_any_table_is_off_by_more_than_its_bound():
-    """Of all steps, while the bounds shrink; some are used to the full."""
+    """In every step, while the bounds shrink; some errors reach the bound."""
     trainer, _, losses, told = path(f"{CODED},simulate")
     worst_SxNx2xP = np.stack([each.worst_2xP for each in told])
     assert worst_SxNx2xP.max() <= 1 and np.isfinite(losses).all()
@@ -138,7 +138,7 @@ def test_simulated_workers_receive_the_same():
 
 @pytest.mark.parametrize("mode", ["simulated", "devices"])
 def test_what_arrives_is_within_bounds_whatever_the_values(mode):
-    """Many magnitudes and bounds by one program. Where the bits do not suffice, and for NaN, the values arrive as they are."""
+    """Many magnitudes and bounds in one program. Values that the bits cannot represent, and NaN, are sent uncompressed."""
     workers, P, shape = mesh.make_workers(N, simulate=mode == "simulated"), 2, (16, 4)
     link = bounds.BoundedLink(bits=6, outliers=1)
 
@@ -219,7 +219,7 @@ def test_a_worker_holds_its_own_tables_alone():
 
 
 def test_a_run_that_is_stopped_goes_on_bit_by_bit(tmp_path):
-    """The bounds too, which are still shrinking."""
+    """Including the bounds, which are still shrinking."""
     make = lambda: config_of(f"{CODED},simulate=false".replace("within=16", "within=20"))
     run_of(make(), tmp_path / "whole").train()
     again = forget_after(tmp_path / "whole", 8, tmp_path / "again")
@@ -292,7 +292,7 @@ def test_what_cannot_be_is_refused_in_one_line(shorthand, fields, message):
 
 
 def test_reducers_see_no_tables():
-    """Compressed means are of all else."""
+    """Compressed means apply to everything else."""
     plain, coded = (path(f"divided,simulate,reducer={reducer}") for reducer in ("mean", "powersgd(rank=4)"))
     assert not np.array_equal(plain[2][-1], coded[2][-1])
     np.testing.assert_allclose(coded[2].mean(axis=1), plain[2].mean(axis=1), rtol=0.05)

@@ -1,4 +1,4 @@
-"""Whole runs of the configs of single tasks in their smoke form, on tiny data that is made up."""
+"""Complete smoke runs of single-task configs on tiny synthetic data."""
 
 import json
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_translation_that_is_stopped_goes_on_bit_by_bit(folder, tmp_path):
-    """With dropout, whose masks follow from the step."""
+    """With dropout, whose masks depend on the step."""
     fields = {"data.path": folder, "data.beams": 2, "data.length": 24}
     config = lambda: translation.get_config("smoke,workers=2")
     assert config().model.dropout > 0
@@ -52,7 +52,7 @@ def test_photographs(tmp_path):
 
 
 def test_processes_and_simulated_workers_learn_the_same_translation(tmp_path):
-    """Dropout, batches of several lengths and a rate that decays are functions of seed, worker and step, wherever a worker runs."""
+    """Dropout, batches of several lengths and a decaying rate are functions of seed, worker and step, wherever a worker runs."""
     fields = {"data.path": str(tiny.multi30k(tmp_path, shortest=3)), "data.beams": 1, "data.length": 24, "log_every": 1}
     simulated = "smoke,steps=5,workers=2,simulate"
     config = translation.get_config(simulated)

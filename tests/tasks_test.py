@@ -1,4 +1,4 @@
-"""Every registered task keeps the contract of `decjax.tasks.Task`, with every model that it names; and what each is by itself."""
+"""Every registered task keeps the contract of `decjax.tasks.Task`, with every model that it names; and properties of each task."""
 
 import functools
 import importlib
@@ -19,7 +19,7 @@ from decjax.tasks import datasets, images, lm, quadratics
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 B = 4
-# Small ones of each: (task with its options, model with its options).
+# Small variants of each: (task with its options, model with its options).
 TINY = {
     "decoder": dict(context=8, width=8, hidden=8, heads=1, depth=1),
     "resnet": dict(width=2),
@@ -33,7 +33,7 @@ TINY = {
     "gcn": dict(hidden=3),
     "nodes": dict(graph="blocks(communities=2,nodes=30,inside=0.3,features=3)", targets=3),
 }
-LARGER = {"nodes"}  # tasks whose validation examples are larger than those for training: the whole of a graph, and parts of it
+LARGER = {"nodes"}  # tasks whose validation examples are larger than those for training: the whole graph, and parts of it
 MODELS = [(name, model) for name in registry.names("task") for model in registry.partners("task", name, "model") or (None,)]
 
 
@@ -63,7 +63,7 @@ def like(tree):
 
 
 def fits(batch, told, smaller):
-    """Whether a batch has the shapes and types that were told, or, with `smaller`, as many examples of at most these sizes."""
+    """Whether a batch has the declared shapes and dtypes or, with `smaller`, as many examples of at most these sizes."""
 
     def at_most(x, y):
         return x.dtype == y.dtype and len(x.shape) == len(y.shape) and all(np.array(x.shape) <= y.shape) and len(x) == y.shape[0]
@@ -77,7 +77,7 @@ def test_contract(name, model):
     data, again, other = (task.load(4, B, seed) for seed in (3, 3, 4))
     assert data.fingerprint == again.fingerprint
 
-    # Batches are functions of (seed, worker, step), in the shapes that were told.
+    # Batches are functions of (seed, worker, step), with the declared shapes.
     asked = [(worker, step) for step in (0, 1, 50) for worker in range(4)]
     batches = {key: data.batch(*key) for key in asked}
     assert all(equal(again.batch(*key), batches[key]) for key in asked[::-1])
@@ -89,7 +89,7 @@ def test_contract(name, model):
     few = data.validation(3)
     assert like(few) == like(task.examples(min(3, len(jax.tree.leaves(data.validation(0))[0]))))
 
-    # The loss is finite and differentiable; every parameter matters once none of them is zero.
+    # The loss is finite and differentiable; every parameter has an effect once none of them is zero.
     params, variables = jax.jit(task.init)(jax.random.key(0)), task.variables()
     params = jax.tree.map(lambda x: x + 0.1 * np.random.default_rng(0).normal(size=x.shape).astype(x.dtype), params)
     gradient = jax.jit(jax.value_and_grad(task.loss, has_aux=True))
@@ -98,7 +98,7 @@ def test_contract(name, model):
     assert like(seen) == like(variables) and like(grads) == like(params)
     assert all(np.isfinite(x).all() and np.abs(x).max() > 0 for x in jax.tree.leaves(grads))
 
-    # Of single examples: sums by metric, the loss first, and weights; an example counts the same in any company.
+    # Results of single examples: sums by metric, the loss first, and weights; an example gives the same values in any batch.
     sums, weight_B = jax.jit(task.measure)(params, variables, batches[0, 0])
     assert next(iter(task.metrics)) == "loss" and sums.keys() == task.metrics.keys()
     assert weight_B.shape == (B,) and all(sum_B.shape == (B,) and np.isfinite(sum_B).all() for sum_B in sums.values())
@@ -106,7 +106,7 @@ def test_contract(name, model):
     np.testing.assert_array_equal(half_weight, weight_B[:2])
     for metric in sums:
         np.testing.assert_allclose(half[metric], sums[metric][:2], rtol=1e-4, atol=1e-5)
-    if not jax.tree.leaves(variables):  # With batch statistics the loss of training is another one.
+    if not jax.tree.leaves(variables):  # with batch statistics, the training loss is another one
         np.testing.assert_allclose(sums["loss"].sum() / weight_B.sum(), loss, rtol=1e-5)
 
     assert isinstance(task.show(params, variables, data, jax.random.key(0)), str)
@@ -170,7 +170,7 @@ def test_digits_are_standardized_and_held_out():
     valid = data.validation(0)
     assert len(valid.labels_B) == 359 and equal(valid, others.validation(0))
     assert len(data.validation(10).labels_B) == 10
-    one_epoch = [data.batch(worker, 0) for worker in range(2)]  # of 1438, two short
+    one_epoch = [data.batch(worker, 0) for worker in range(2)]  # two short of 1438
     seen = {x.tobytes() for batch in one_epoch for x in batch.images_BxHxWxC}
     assert len(seen) > 1390 and not seen & {x.tobytes() for x in valid.images_BxHxWxC}
     images_BxHxWxC = np.concatenate([batch.images_BxHxWxC for batch in one_epoch])
@@ -182,7 +182,7 @@ def record(label, seed):
 
 
 def test_cifar_is_read_from_its_binary_files(tmp_path):
-    """Planes of red, green and blue become pixels; the test set is for validation, unless a share of the others is asked for."""
+    """Planes of red, green and blue become pixels; the test set is used for validation, unless a share of the others is requested."""
     for name, seeds in {"data_batch_2": (2, 3), "data_batch_1": (0, 1), "test_batch": (4, 5, 6)}.items():
         (tmp_path / f"{name}.bin").write_bytes(b"".join(record(seed, seed) for seed in seeds))
     read = datasets.DATASETS["cifar10"].read(str(tmp_path))
@@ -262,7 +262,7 @@ def test_augmented_images_are_shifted_or_mirrored_ones():
 
 
 def dense_resnet(params, variables, x_BxHxWxC, train):
-    """(logits, next variables) of the network of depth 8 with batch norm, one pixel at a time, in float64."""
+    """Return (logits, next variables) of the network of depth 8 with batch norm, one pixel at a time, in float64."""
 
     def conv(x, kernel, stride):
         padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -273,7 +273,7 @@ def dense_resnet(params, variables, x_BxHxWxC, train):
 
     def norm(x, p, v):
         own = old = v["norm"]
-        if train:  # The variance is the mean of squares: no n ÷ (n − 1).
+        if train:  # the variance is the mean of squares: no n ÷ (n − 1)
             own = dict(mean=x.mean(axis=(0, 1, 2)), var=x.var(axis=(0, 1, 2)))
             v["norm"] = {key: 0.9 * old[key] + 0.1 * own[key] for key in old}
         return (x - own["mean"]) / np.sqrt(own["var"] + 1e-5) * p["norm"]["scale"] + p["norm"]["bias"]
@@ -292,7 +292,7 @@ def dense_resnet(params, variables, x_BxHxWxC, train):
 
 @pytest.mark.parametrize("train", [True, False])
 def test_resnet_is_the_dense_one(train):
-    """Its logits, and the statistics of all seven norms after the batch; those stay as they are without training."""
+    """Return its logits, and the statistics of all seven norms after the batch; the latter are unchanged without training."""
     rng = np.random.default_rng(0)
     built = registry.make("model", "resnet", width=2)((8, 8, 3), 5)
     params, variables = jax.jit(built.init)(jax.random.key(0))
@@ -308,7 +308,7 @@ def test_resnet_is_the_dense_one(train):
 
 @pytest.mark.parametrize("stride, size", [(1, (8, 8)), (2, (8, 8)), (2, (7, 5))])
 def test_both_forms_of_a_convolution_are_equal(stride, size):
-    """CPUs take matrix products, other devices the operation for convolutions."""
+    """CPUs use matrix products, other devices the convolution operation."""
     rng = np.random.default_rng(0)
     made = importlib.import_module("decjax.models.resnet").Convolution(3, 4, stride, nnx.Rngs(0))
     x_BxHxWxC, kernel_9CxF = (rng.normal(size=shape).astype(np.float32) for shape in ((2, *size, 3), (27, 4)))
@@ -321,7 +321,7 @@ def test_group_norm_has_no_variables():
 
 
 def test_batch_statistics_stay_local_and_are_averaged():
-    """Workers see their own batches only: their statistics are those of their own images, nobody else's."""
+    """Workers see their own batches only: their statistics are those of their own images."""
     task, num_workers = build("images", "resnet"), 8
     data = task.load(num_workers, B, 0)
     workers = decjax.make_workers(num_workers)
@@ -337,7 +337,7 @@ def test_batch_statistics_stay_local_and_are_averaged():
         _, alone = one(*jax.tree.map(lambda x: x[worker], (params, variables)), batch, jax.random.key(0))
         jax.tree.map(lambda x_N, y: np.testing.assert_allclose(x_N[worker], y, rtol=1e-4, atol=1e-5), after, alone)
     assert len({row.tobytes() for row in mean_NxC}) == num_workers
-    # All images together have the average of the workers' means, in the stem, whose input no norm has changed.
+    # All images together have the average of the workers' means in the stem, whose input is not normalized.
     together = jax.tree.map(lambda x: np.concatenate(list(x)), stacked)
     _, joint = one(*jax.tree.map(lambda x: x[0], (params, variables)), together, jax.random.key(0))
     np.testing.assert_allclose(mean_NxC.mean(axis=0), joint["stem_norm"]["norm"]["mean"], rtol=1e-4, atol=1e-5)
@@ -383,7 +383,7 @@ def test_a_sample_continues_the_text():
     data = task.load(2, B, 0)
     text = task.show(jax.jit(task.init)(jax.random.key(0)), (), data, jax.random.key(0))
     prompt = bytes(data.validation(1)[0, : lm.PROMPT].astype(np.uint8)).decode()
-    assert text.startswith(prompt) and len(prompt) < len(text) <= len(prompt) + 3  # bytes, of which several may be one letter
+    assert text.startswith(prompt) and len(prompt) < len(text) <= len(prompt) + 3  # bytes, several of which may form one letter
     silent = registry.make("task", "lm", model=registry.make("model", "decoder"), sample_bytes=0)
     assert not silent.show((), (), data, jax.random.key(0))
 

@@ -1,4 +1,4 @@
-"""Writes the environment of a task of Slurm to a file in --workdir that is called as the task's number."""
+"""Write the environment of a Slurm task to a file in --workdir named after the task's number."""
 
 import json
 import os

@@ -15,7 +15,7 @@ import pytest
 from decjax.tasks import sources
 from decjax.tasks import text as data
 
-# Every window starts with a different value, so that a batch tells which windows it holds.
+# Every window starts with a different value, so that a batch identifies its windows.
 CONTEXT = 4
 WINDOWS = 29
 TEXT = np.arange(WINDOWS * CONTEXT + 1, dtype=np.uint8)
@@ -61,7 +61,7 @@ def test_folder_is_split_by_file(tmp_path):
     assert in_train | in_valid == set(files) and not in_train & in_valid
     assert in_valid == {name for name in files if zlib.crc32(name.encode()) / 2**32 < data.VALIDATION_SHARE} != set()
     assert len(corpus.train) + len(corpus.valid) == sum(map(len, files.values()))
-    assert corpus.train.tobytes() == b"".join(files[name] for name in sorted(in_train))  # in the order of names
+    assert corpus.train.tobytes() == b"".join(files[name] for name in sorted(in_train))  # sorted by name
 
 
 def test_split_does_not_depend_on_where_the_folder_is_or_on_other_files(tmp_path):
@@ -152,7 +152,7 @@ def test_home_and_root_are_no_corpus(tmp_path, monkeypatch, path):
 
 def test_a_corpus_that_does_not_fit_is_refused_unread(tmp_path):
     with open(tmp_path / "holes.txt", "wb") as file:
-        file.truncate(sources.MAX_BYTES + 2**30)  # Takes no space on the disk.
+        file.truncate(sources.MAX_BYTES + 2**30)  # takes no disk space
     with pytest.raises(ValueError, match=r"holds 5\.0 GiB, and at most 4 GiB fit; give a smaller"):
         data.load_corpus(str(tmp_path))
 
@@ -170,7 +170,7 @@ def test_where_files_begin(tmp_path):
     corpus = data.load_corpus(str(tmp_path))
     kept = [len(text) for name, text in files.items() if zlib.crc32(name.encode()) / 2**32 >= data.VALIDATION_SHARE]
     np.testing.assert_array_equal(corpus.starts, np.cumsum([0, *kept[:-1]]))
-    tail = data.load_corpus(str(tmp_path), min_bytes=4000)  # Files that validation took wholly are not among them.
+    tail = data.load_corpus(str(tmp_path), min_bytes=4000)  # files used entirely for validation are not among them
     assert tail.starts.max() < len(tail.train) and len(tail.train) + len(tail.valid) == sum(map(len, files.values()))
 
 
@@ -222,14 +222,14 @@ def make(num_workers=3, batch_size=2, seed=0, partition="iid"):
 
 
 def window_ids(tokens_BxT1):
-    """Which windows a batch holds; checks that they are windows."""
+    """Return the windows of a batch; check that they are windows."""
     for tokens in tokens_BxT1:
         np.testing.assert_array_equal(tokens, TEXT[tokens[0] : tokens[0] + CONTEXT + 1])
     return (tokens_BxT1[:, 0] // CONTEXT).tolist()
 
 
 def stream(batch, worker, count):
-    """The first `count` windows of a worker."""
+    """Return the first `count` windows of a worker."""
     ids, step = [], 0
     while len(ids) < count:
         ids += window_ids(batch(worker, step))
@@ -251,7 +251,7 @@ def test_batch_is_a_function_of_worker_and_step(partition):
 @pytest.mark.parametrize("num_workers", [1, 3, 8, WINDOWS])
 def test_iid_shards_are_disjoint_and_cover_every_epoch(num_workers):
     batch = make(num_workers)
-    rounds = -(-2 * WINDOWS // num_workers)  # of one window for each worker: two epochs
+    rounds = -(-2 * WINDOWS // num_workers)  # one window per worker: two epochs
     dealt = np.array([stream(batch, worker, rounds) for worker in range(num_workers)]).T.ravel()
     first, second = dealt[:WINDOWS], dealt[WINDOWS : 2 * WINDOWS]
     assert sorted(first) == sorted(second) == list(range(WINDOWS))
@@ -290,7 +290,7 @@ def test_seeds_and_epochs_shuffle_differently(partition):
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_batches_are_those_of_grain_on_the_windows_themselves(partition):
-    """Runs continue bit by bit: these are the pipelines that text was first dealt out by."""
+    """Runs continue bit by bit: these pipelines are the ones that text was first distributed by."""
     windows = grain.MapDataset.source([TEXT[i * CONTEXT :][: CONTEXT + 1].astype(np.int32) for i in range(WINDOWS)])
     cuts = [worker * WINDOWS // 3 for worker in range(4)]
     for worker in range(3):
@@ -303,7 +303,7 @@ def test_batches_are_those_of_grain_on_the_windows_themselves(partition):
 
 
 def test_dirichlet_divides_files():
-    """Four files of seven windows each: alike for a large α, unlike for a small one."""
+    """Four files of seven windows each: similar for a large α, different for a small one."""
     starts = np.arange(4) * 7 * CONTEXT
     corpus = corpus_of(TEXT[: 28 * CONTEXT + 1], starts)
 
@@ -311,7 +311,7 @@ def test_dirichlet_divides_files():
         sizes = dict(context=CONTEXT, batch_size=7, num_workers=4)
         batch = data.batches(corpus, **sizes, seed=1, partition=f"dirichlet(alpha={alpha})")
         own = np.array([np.bincount(np.array(window_ids(batch(worker, 0))) // 7, minlength=4) for worker in range(4)])
-        assert (own.sum(axis=0) == 7).all()  # An epoch.
+        assert (own.sum(axis=0) == 7).all()  # one epoch
         return own.max(axis=1).mean()
 
     assert largest(1e-4) >= 4 > 3 >= largest(1e6)

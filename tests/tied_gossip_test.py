@@ -1,4 +1,4 @@
-"""A tied table under coded gossip: the copies of the first and the last stage stay one table."""
+"""A tied table under coded gossip: the copies on the first and the last stage stay equal."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ TINY = {"model.width": 8, "model.hidden": 8, "model.context": 4, "clip_norm": 0.
 
 
 def gradients(params, step):
-    """From nowhere, of all stages and workers; those of the two copies of the table are equal, as they are once summed."""
+    """Synthetic gradients of all stages and workers; those of the two copies of the table are equal, as they are once summed."""
     rng = np.random.default_rng(step)
     grads = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params)
     return grads | {"table_VxD": np.repeat(grads["table_VxD"][:, :1], 2, axis=1)}
@@ -34,7 +34,7 @@ def gradients(params, step):
     ],
 )
 def test_both_copies_of_a_tied_table_stay_equal(argument):
-    """Bit for bit, however different the parameters beside them are; and every worker's is another one."""
+    """Bit for bit, whatever the other parameters; and different on every worker."""
     config = lm.get_config(f"smoke,simulate,workers=2,stages=2,tied,optimizer=sgdm,{argument}")
     config.update_from_flattened_dict(TINY)
     trainer = trainer_of(config)
@@ -46,7 +46,7 @@ def test_both_copies_of_a_tied_table_stay_equal(argument):
         return optax.apply_updates(params, updates), opt_state
 
     params, state, step = start.params, start.opt_state, workers.jit(step, (0, 0, 0))
-    assert method.phase(0) == method.phase(1) == 0  # Two workers: one round.
+    assert method.phase(0) == method.phase(1) == 0  # two workers: one round
     before = np.asarray(params["table_VxD"])
     for number in range(STEPS):
         params, state = step(params, state, jax.tree.map(jnp.asarray, gradients(params, number)))

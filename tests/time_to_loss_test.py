@@ -1,4 +1,6 @@
-"""experiments/time_to_loss: how rates and steps are chosen, how a run directory is read, and the whole way with a tiny model."""
+"""experiments/time_to_loss: how rates and steps are chosen, how a run directory is read, and a run from start to end with a tiny
+model.
+"""
 
 import contextlib
 import importlib
@@ -21,7 +23,7 @@ from tests.cluster_test import needs_namespaces
 
 
 def test_a_grid_is_extended_while_its_best_is_at_an_edge():
-    """Rates double or halve until the best has a neighbour on both sides; a single rate is taken as it is."""
+    """Rates double or halve until the best has a neighbor on both sides; a single rate is accepted as is."""
     best, losses = seeds.best_rate(lambda rate: abs(math.log(rate / 0.016)), (0.002, 0.004, 0.008))
     assert best == 0.016 and sorted(losses) == [0.002, 0.004, 0.008, 0.016, 0.032]
     best, losses = seeds.best_rate(lambda rate: rate, (0.002, 0.004, 0.008))
@@ -34,14 +36,14 @@ def test_a_loss_is_reached_between_two_evaluations_and_kept():
     assert race.reached(points, 4.0) == 10.0
     assert race.reached(points, 4.0, lambda point: point.step) == 5
     assert race.reached(points, 2.6) == 50.0
-    assert race.reached(points, 3.1) == pytest.approx(40 + 20 / 12)  # 3.0 did not last.
+    assert race.reached(points, 3.1) == pytest.approx(40 + 20 / 12)  # 3.0 did not last
     assert race.reached(points, 6.0) == 0.0
     assert math.isnan(race.reached(points, 1.9)) and math.isnan(race.reached([], 1.0))
     assert math.isnan(race.reached([*points, Point(40, 80.0, 4.5)], 4.0))
 
 
 def test_seconds_are_those_of_the_steps(tmp_path):
-    """Rows of training tell tokens per second, without compiling and evaluating."""
+    """Training rows give tokens per second, without compilation and evaluation."""
     rows = [
         dict(kind="eval", step=0, loss=5.0),
         dict(kind="train", step=10, loss=4.0, tokens_per_s=160.0),
@@ -65,7 +67,7 @@ def test_seconds_of_translation_are_counted_by_its_longest_sentences(tmp_path):
     "losses, steps", [({1.0: 2.9}, 10), ({1.0: 2.98, 1.5: 2.9}, 15), ({1.0: 3.2, 1.5: 3.0, 2.0: 3.1}, 15)], ids=["1", "1.5", "none"]
 )
 def test_a_method_gets_the_fewest_steps_that_bring_it_below_the_goal(losses, steps, tmp_path, monkeypatch):
-    """The goal is 0.05 below all-reduce's loss, 3.0; where nothing suffices, the steps with the least loss."""
+    """The target is 0.05 below all-reduce's loss, 3.0; if no row suffices, the steps with the lowest loss."""
 
     def simulate(out, setup, method, tuned):
         return 3.0 if method == "all-reduce" else losses[tuned.steps / setup.job.steps]
@@ -83,7 +85,7 @@ def test_data_that_are_none_are_refused_before_anything_is_written(tmp_path):
     assert done.returncode == 2 and "has no train.de" in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
     folder = tiny.multi30k(tmp_path / "pairs")
-    (folder / "train.en").rename(folder / "train.en.gz")  # Gzipped ones count.
+    (folder / "train.en").rename(folder / "train.en.gz")  # gzipped ones count
     (folder / "val.en").unlink()
     done = commands.run("experiments.time_to_loss", f"--out={tmp_path / 'out'}", f"--multi30k={folder}")
     assert done.returncode == 2 and "has no val.en; give the folder" in done.stderr and done.stderr.count("\n") == 1
@@ -118,7 +120,7 @@ def test_other_data_are_refused_where_runs_are(tmp_path):
 
 
 def test_a_run_of_another_rate_is_refused(tmp_path):
-    """Tuning came out differently since: its seconds would stand for the new rate."""
+    """Tuning has changed since: its seconds would be attributed to the new rate."""
     (tmp_path / "config.json").write_text(json.dumps({"schedule": {"learning_rate": 0.004}, "steps": 600}))
     time_to_loss.same(tmp_path, time_to_loss.Tuned(0.004, 600))
     with pytest.raises(time_to_loss.Failed, match="move it away"):
@@ -127,7 +129,7 @@ def test_a_run_of_another_rate_is_refused(tmp_path):
 
 @needs_namespaces
 def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
-    """With text. Of translation only the runs' configs and how they are read differ, which the tests below have."""
+    """With text. Translation differs only in the runs' configs and how they are read, which the tests below cover."""
     out = tmp_path / "out"
     first, second = (commands.run("experiments.time_to_loss", f"--out={out}", "--smoke", "--rounds=1") for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
@@ -145,7 +147,7 @@ def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
 
 
 def run_directory(folder, losses, **summary):
-    """As of a run of translation that is evaluated every ten steps, each of which takes a second."""
+    """Like a translation run that is evaluated every ten steps, each of which takes a second."""
     folder.mkdir(parents=True)
     rows = []
     for k, loss in enumerate(losses):
@@ -168,7 +170,7 @@ def test_results_are_those_of_the_rounds_beside_their_forecasts(score, tmp_path,
     monkeypatch.setattr(time_to_loss, "predict", lambda path: {"all-reduce": 2.0, time_to_loss.INT8: 0.5})
     tuned = dict.fromkeys(losses, time_to_loss.Tuned(0.008, 20))
     found = time_to_loss.results(tmp_path, tuned, 2, score)
-    assert list(found) == list(losses)  # PyTorch's have not run.
+    assert list(found) == list(losses)  # PyTorch's rows have not run
     first, gossip = found.values()
     assert first.step_s == gossip.step_s == [1.0, 1.0] and (first.to_loss_s, gossip.to_loss_s) == ([20.0, 20.0], [10.0, 10.0])
     assert gossip.near_s == pytest.approx([9.75] * 2) and first.predicted_step_s == [2.0, 2.0]
@@ -179,7 +181,7 @@ def test_results_are_those_of_the_rounds_beside_their_forecasts(score, tmp_path,
 @pytest.mark.parametrize("is_small", [True, False])
 @pytest.mark.parametrize("job", [time_to_loss.TEXT, time_to_loss.TRANSLATION], ids=lambda job: job.name)
 def test_every_run_has_a_config(job, is_small, tmp_path):
-    """on the emulated cluster and in simulation, with a model of the tiny sizes and of its own."""
+    """On the emulated cluster and in simulation, with a model of the tiny sizes and with its own."""
     job = job._replace(model=job.small) if is_small else job
     setup = time_to_loss.Setup(job, tmp_path / "data", trials.Pool(), tuple(time_to_loss.TRAINED), time_to_loss.GRID, (1.0,))
     for method, simulate in itertools.product(time_to_loss.TRAINED, (True, False)):
@@ -216,7 +218,7 @@ def test_steps_of_a_tiny_model_are_forecast_and_taken_once(tmp_path):
 
 @pytest.mark.parametrize("code, fails", [(4, ""), (1, "exit code 1"), (2, "was refused"), (130, "exit code 130")])
 def test_only_divergence_counts_as_a_bad_rate(tmp_path, monkeypatch, code, fails):
-    """A mistaken, interrupted or broken run is no answer: the command ends, and goes on with that run when it is started again."""
+    """An invalid, interrupted or broken run gives no result: the command ends, and continues with that run when started again."""
     ended = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
     monkeypatch.setattr(trials.processes, "start", lambda *command, **how: ended)
     job = time_to_loss.TEXT._replace(model={}, steps=8, batch_size=1, every=2)

@@ -1,4 +1,4 @@
-"""Whole runs of a tiny language model, as fixtures of the files that import them, and what their directories hold."""
+"""Runs of a tiny language model, as fixtures of the files that import them, and the contents of their directories."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepare(text, tmp_path_factory):
-    """The run of a config in a fresh or given directory, before its first step."""
+    """Return the run of a config in a new or an existing directory, before its first step."""
 
     def prepare(argument="", workdir=None, resume_from=None, **fields):
         # A period of two: the shortest with phases to keep track of.
@@ -56,7 +56,7 @@ def prepare(text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launch(prepare):
-    """Runs a config in a fresh or given directory and returns (workdir, outcome)."""
+    """Run a config in a new or an existing directory and return (workdir, outcome)."""
 
     def launch(*given, **fields):
         run = prepare(*given, **fields)
@@ -67,7 +67,7 @@ def launch(prepare):
 
 @pytest.fixture(scope="module")
 def reference(launch):
-    """Decentralized AccumAdamW with damped mixing: every kind of state there is. The checkpoint at 4 is inside a window."""
+    """Decentralized AccumAdamW with damped mixing: every kind of state. The checkpoint at 4 is inside a window."""
     return launch("optimizer=accum_adamw", **RICH)[0]
 
 
@@ -81,19 +81,19 @@ def losses(workdir):
 
 
 def forget_after(workdir, step, into):
-    """A copy of a run as it was when it had just saved `step`, its metrics a little ahead, as a crash leaves them."""
+    """Return a copy of a run as it was when it had just saved `step`, with metrics slightly ahead, as after a crash."""
     shutil.copytree(workdir, into)
     for saved in (into / "checkpoints").iterdir():
         if saved.name.isdigit() and int(saved.name) > step:
             shutil.rmtree(saved)
     (into / "summary.json").unlink()
     with (into / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 99, "kind": "tr')  # Cut short in the middle of a line.
+        file.write('{"step": 99, "kind": "tr')  # cut in the middle of a line
     return into
 
 
 def saved_state(workdir, step=STEPS):
-    """All arrays of a checkpoint, by whatever structure it was saved with."""
+    """Return all arrays of a checkpoint, whatever its structure."""
     import orbax.checkpoint as ocp
 
     path = (workdir / "checkpoints" / str(step) / "state").absolute()

@@ -21,7 +21,7 @@ def test_table_has_every_topology_and_fits(columns):
     result = run("--workers=12", columns=columns)
     assert result.returncode == 0 and result.stderr == ""
     assert max(map(len, result.stdout.splitlines())) <= min(columns, cli.WIDTH)
-    assert "…" not in result.stdout  # nothing is cut off
+    assert "…" not in result.stdout  # nothing is truncated
     for name in tp.names():
         assert cells(result.stdout, name)
     # Period, degree, messages 2(n−1)/n, both gaps, exact after one round.

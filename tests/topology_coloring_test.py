@@ -52,8 +52,7 @@ def test_matcha_activates_the_budgeted_share_of_matchings(base):
 
 
 def test_matcha_spends_its_budget_where_it_connects():
-    # Two cliques of four joined by one edge: nothing connects them but this bridge, so the matching that has
-    # it is active more often than the average one.
+    # Two cliques of four joined by one bridge, so the matching that contains the bridge is active more often than the average one.
     bridge, n = (3, 4), 8
     A_NxN = np.kron(np.eye(2), np.ones((4, 4)))
     A_NxN[bridge], A_NxN[bridge[::-1]] = 1.0, 1.0

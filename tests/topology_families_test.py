@@ -9,7 +9,7 @@ from decjax import topology
 
 
 def sends(graph, phase):
-    """Whom each worker sends to in a round, besides itself."""
+    """Return the workers that each worker sends to in a round, besides itself."""
     W_NxN = graph.matrix(phase)
     return [sorted(set(np.flatnonzero(W_NxN[:, i]).tolist()) - {i}) for i in range(graph.num_workers)]
 
@@ -50,7 +50,7 @@ def test_random_digraphs_are_strongly_connected_and_split_equally():
 
 
 def leaver_and_rest(t, machine, local, n, size, exponential):
-    """Whom a worker sends to in round t, as BlueFog's iterators say it."""
+    """Return the workers that a worker sends to in round t, as in BlueFog's iterators."""
     machines, leaver = n // size, t % size
     if local == leaver:
         outer = 2 ** (t % (int(np.log2(machines - 1)) + 1)) if exponential else 1

@@ -144,7 +144,7 @@ def test_erdos_renyi_follows_p():
 
 
 def aer_reference(nodes, local):
-    """Groups as in the design's definition: a counter over all pairs decides who meets in which phase."""
+    """Groups as in their definition: a counter over all pairs decides which workers meet in which phase."""
     references, counter = [], 0
     for i in range(int(math.log2(nodes))):
         phases = [[], []]
@@ -175,7 +175,7 @@ def test_alternating_exponential_ring(nodes, local):
         np.testing.assert_allclose(P_NxN, 1.0 / topology.num_workers, rtol=0, atol=1e-12)
     if nodes > 2:
         assert not np.allclose(topology.product(start=1), 1.0 / topology.num_workers, rtol=0, atol=1e-6)
-    # Inside a node 2(L−1)/L, and one shard of 1/L for who meets.
+    # Inside a node 2(L−1)/L, plus one shard of 1/L for workers that meet.
     for round_ in topology.rounds:
         meets = np.repeat(np.array(round_.self_weights) < 1, local)
         np.testing.assert_allclose(round_.volume(), 2 * (local - 1) / local + meets / local)
@@ -273,7 +273,7 @@ def test_static_equitopo_averages_basis_graphs(name):
 
 
 def test_equitopo_gap_does_not_vanish_with_size():
-    # With degree ~ log n the gap stays, where that of the ring falls like 1/n².
+    # With degree ~ log n the gap is constant, whereas that of the ring decays like 1/n².
     gaps = [tp.spectral_gap(tp.make("equitopo_u", n, seed=0)) for n in (8, 32, 128)]
     assert min(gaps) > 0.15 > tp.spectral_gap(tp.make("ring", 32)) * 10
 

@@ -45,7 +45,7 @@ def test_products_apply_earlier_rounds_first():
 
 def test_is_mixing_needs_more_than_connected_rounds():
     swap = tp.Round((0.0, 0.0), (tp.Shift(((0, 1), (1, 0)), (1.0, 1.0)),))
-    assert not tp.is_mixing([swap])  # connected, but two workers only trade places
+    assert not tp.is_mixing([swap])  # connected, but two workers only swap values
     assert not tp.is_mixing([tp.Round((1.0, 1.0))])
     assert tp.is_mixing([swap, *tp.make("ring", 2).rounds])
 

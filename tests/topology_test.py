@@ -1,4 +1,4 @@
-"""What every topology keeps, by any name and of any size, and how mistakes are told."""
+"""Properties of every topology, by any name and of any size, and error messages."""
 
 import time
 
@@ -42,7 +42,7 @@ def test_repeating_the_period_brings_all_workers_together(name):
         for _ in range(20):  # 2^20 periods
             P_NxN = P_NxN @ P_NxN
             P_NxN /= P_NxN.sum(axis=0)  # rounding errors grow with the exponent
-        # Every column is the limit of one worker's mass: all the same, and 1/n if doubly stochastic.
+        # Every column is the limit of one worker's mass: all are equal, and 1/n if doubly stochastic.
         np.testing.assert_allclose(P_NxN, np.repeat(P_NxN[:, :1], n, axis=1), rtol=0, atol=1e-7)
         assert (P_NxN > 0).all()
         if name not in DIRECTED_MASS:
@@ -129,7 +129,7 @@ def test_mistakes_are_named_within_two_seconds(name, num_workers, options, probl
 
 
 def test_traits_are_true():
-    """Of default options, at sizes up to 17."""
+    """With default options, at sizes up to 17."""
     for name in tp.names():
         built = [tp.make(name, n) for n in range(2, 18) if exists(name, n)]
         traits = registry.part("topology", name).traits

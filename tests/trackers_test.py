@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: a tracker of one's own, and Weights & Biases, of which a stand-in has the interface."""
+"""Trackers: a custom one, and Weights & Biases, replaced by a stand-in with its interface."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def prepare(tmp_path_factory):
 
 
 class Kept(train.Tracker):
-    """Keeps what it is told; ends the run after a step, like a crash."""
+    """Stores what it receives; ends the run after a step, like a crash."""
 
     def __init__(self, run, crash_after=None):
         self.start, self.rows, self.steps, self.closed, self._crash_after = run.start, [], [], False, crash_after
@@ -62,7 +62,7 @@ def test_a_tracker_is_told_of_every_row_and_step(prepare, tmp_path):
     assert [(row["kind"], row["step"]) for row in lines] == [("train", 2), ("train", 4), ("eval", 4), ("train", 6), ("eval", 6)]
     for tracker in made:
         assert tracker.rows == lines and tracker.steps == [*range(1, STEPS + 1)] and tracker.closed
-    # A finished run takes no steps, and makes no trackers.
+    # A finished run takes no steps, and creates no trackers.
     assert prepare(tmp_path / "run").train([kept]).already_finished and len(made) == 2
 
 
@@ -82,7 +82,7 @@ def test_trackers_are_closed_when_another_cannot_begin(prepare, tmp_path):
 
 
 class Service:
-    """What `wandb` does with a run, and what it was given."""
+    """A stand-in for `wandb` that records its calls."""
 
     def __init__(self):
         self.runs = []
@@ -133,7 +133,7 @@ def test_a_continued_run_goes_on_in_the_same_run_of_wandb(service, prepare, tmp_
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     told = [(row.pop("step"), {f"{row['kind']}/{name}": row[name] for name in row if name != "kind"}) for row in lines]
     assert first.rows[:3] + second.rows == told
-    assert (workdir / "config.json").read_bytes() == config  # What a run is does not hang on who follows it.
+    assert (workdir / "config.json").read_bytes() == config  # a run's config does not depend on its trackers
 
 
 def test_another_run_and_one_that_starts_again_have_an_id_of_their_own(service, tmp_path):
@@ -155,7 +155,7 @@ def test_without_a_login_it_is_one_line_with_the_fix(service, monkeypatch, tmp_p
 
 @pytest.mark.parametrize("left", [None, types.ModuleType("wandb")])
 def test_without_wandb_it_is_one_line_with_the_command(left, monkeypatch):
-    """Also where it only seems to be there: a folder ./wandb can be imported, and is what its runs leave behind."""
+    """Also where it only appears to be installed: a directory ./wandb can be imported, and is what its runs leave behind."""
     monkeypatch.setitem(sys.modules, "wandb", left)
     with pytest.raises(train.TrainingError, match="pip install wandb"):
         metrics.wandb()

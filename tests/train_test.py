@@ -1,4 +1,4 @@
-"""The loop as a whole, on a tiny model: evaluation, simulation, methods, what is refused."""
+"""The whole loop on a tiny model: evaluation, simulation, methods, refused configs."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def test_two_hundred_and_fifty_six_simulated_workers(launch):
 def test_evaluation_is_the_mean_over_all_windows():
     w = decjax.make_workers(8)
     rng = np.random.default_rng(0)
-    windows = rng.integers(0, 9, (13, 5)).astype(np.int32)  # Divides by neither workers nor batch.
+    windows = rng.integers(0, 9, (13, 5)).astype(np.int32)  # divides neither by workers nor by batch
     params = {"a": rng.normal(size=(8, 9)).astype(np.float32)}
 
     def measure(params, variables, tokens_BxT1):

@@ -1,4 +1,4 @@
-"""The task "translation": its batches, its masks and shift, its cache, its beam search, and BLEU."""
+"""The task "translation": its batches, masks and shift, its cache, its beam search, and BLEU."""
 
 import collections
 import gzip
@@ -62,7 +62,7 @@ def compiled(model):
 
 
 def test_batches_have_few_lengths_and_as_many_tokens(made):
-    """At a step all workers have one length; the padded tokens of a batch differ by less than a sentence."""
+    """In a step all workers have one length; the padded tokens of their batches differ by less than a sentence."""
     _, _, _, data = made
     shapes = {step: {data.batch(worker, step).source_BxS.shape for worker in range(4)} for step in range(40)}
     assert all(len(found) == 1 for found in shapes.values())
@@ -72,7 +72,7 @@ def test_batches_have_few_lengths_and_as_many_tokens(made):
 
 
 def test_only_a_line_feed_ends_a_sentence(tmp_path):
-    """A stray carriage return would shift all pairs behind it; at a line's end it belongs to the line break."""
+    """A stray carriage return would shift all later pairs; at a line's end it belongs to the line break."""
     (tmp_path / "train.de").write_bytes("eins\rzwei\r\ndrei\u2028\x0cvier\x85\n\nacht".encode())
     (tmp_path / "train.en").write_bytes(b"one two\nthree four\n\neight\n")
     german, english = parallel.read(str(tmp_path), "train", ("de", "en"))
@@ -81,7 +81,7 @@ def test_only_a_line_feed_ends_a_sentence(tmp_path):
 
 
 def test_a_pass_takes_every_pair_once(made, folder):
-    """Pairs of a length come again after all others of it have come, also where a step has more places than there are pairs."""
+    """Pairs of a length repeat only after all others of that length, even where a step has more places than there are pairs."""
     _, _, _, data = made
     sentences, _ = parallel.read(folder, "train", ("de", "en"))
     copies = collections.Counter(tuple(tokens[:23]) for tokens in data.more.coder.encode(sentences))
@@ -131,7 +131,7 @@ def test_unusable_files_are_told_in_one_line(files, message, tmp_path):
 
 @pytest.mark.parametrize("counts", [(100, 2, 3), (100, 50, 3), (5, 5, 0), (9, 0, 3), (0, 0, 8), (3, 3, 3), (0, 30, 1)])
 def test_no_pair_is_lost_where_a_length_has_few(counts):
-    """Of the lengths 8, 12 and 24: every pair comes whole, and each worker has its own of every length."""
+    """With lengths 8, 12 and 24: every pair is untruncated, and each worker has its own pairs of every length."""
     sizes = np.repeat([5, 10, 20], counts)
     pairs = [np.full(size, 3 + k) for k, size in enumerate(sizes)]
     batch = parallel.batches(pairs, pairs, longest=24, batch_size=2, num_workers=8, seed=0)
@@ -142,7 +142,7 @@ def test_no_pair_is_lost_where_a_length_has_few(counts):
             seen.setdefault(len(row), set()).add(int(row[0]))
     assert set().union(*seen.values()) == set(range(3, 3 + sum(counts))) and all(len(found) >= 8 for found in seen.values())
     if counts == (100, 50, 3):
-        assert [len(seen[length]) for length in (8, 12, 24)] == [100, 45, 8]  # Those that lack come from the next shorter ones.
+        assert [len(seen[length]) for length in (8, 12, 24)] == [100, 45, 8]  # missing ones come from the next shorter length
 
 
 def test_the_fingerprint_is_of_text_and_tokens(folder):
@@ -174,12 +174,12 @@ def test_impossible_options_are_refused(options, message, folder):
 
 
 def shift(made, change):
-    """(logits before, logits after) a change of (source, target)."""
+    """Return (logits before, logits after) a change of (source, target)."""
     model, _, params, data = made
     params = jax.tree.map(lambda x: x + 0.1 * np.random.default_rng(0).normal(size=x.shape).astype(np.float32), params)
     pairs = data.batch(0, 0)
     source, target = pairs.source_BxS.copy(), pairs.target_BxT1[:, :-1].copy()
-    before = np.asarray(model.logits(params, source, target, None))  # It may share the memory of what is changed now.
+    before = np.asarray(model.logits(params, source, target, None))  # it may share memory with the array changed now
     return before, model.logits(params, *change(source, target), None)
 
 
@@ -234,7 +234,7 @@ def test_dropout_is_drawn_by_the_key(made, folder):
 
 
 def test_masks_of_dropout_are_independent(folder):
-    """Of all sites of one key: the embeddings, and each branch of three layers."""
+    """At all sites of one key: the embeddings, and each branch of three layers."""
     draws = make(folder, dropout=0.5)[0].logits.__self__._drop
     sites = [(0, 0), (0, 1), *itertools.product(range(1, 4), range(3))]
     masks = [draws(jax.random.key(0), layer)(jnp.ones(200_000), site) > 0 for layer, site in sites]
@@ -295,7 +295,7 @@ def test_with_enough_beams_it_finds_the_best_of_all(alpha):
 
 
 def test_one_beam_is_greedy_and_two_see_further():
-    """Token 3 is likelier at first, but then all is unlikely: 0.6 · 0.3 · … against 0.4 · 0.9 · …"""
+    """Token 3 is likelier at first, but every continuation is unlikely: 0.6 · 0.3 · … against 0.4 · 0.9 · …"""
     p = np.full((3, 6, 6), 1e-9, np.float32)
     p[0, BOS, [3, 4]] = 0.6, 0.4
     p[1, 3, [3, 4, 5]] = 0.35, 0.35, 0.3
@@ -329,11 +329,11 @@ def test_greedy_search_takes_what_the_whole_sequence_finds_likeliest(made):
 
 
 def test_hypotheses_have_the_scores_of_the_whole_sequence(made):
-    """Three beams of a real model: keys and values follow the hypotheses that they are of."""
+    """Three beams of a real model: keys and values follow their hypotheses."""
     model, _, params, data = made
     params = jax.tree.map(lambda x: x + 0.3 * np.random.default_rng(2).normal(size=x.shape).astype(np.float32), params)
     table = np.array(params["embedding"]["embedding"])
-    table[EOS] *= 3  # So that some end.
+    table[EOS] *= 3  # so that some end
     params = params | {"embedding": {"embedding": table}}
     source, K, T, alpha = jnp.asarray(data.batch(0, 0).source_BxS), 3, 8, 0.6
     found = jax.jit(beam.hypotheses, static_argnums=(0, 3, 4, 5))(model, params, source, K, alpha, T)
@@ -365,7 +365,7 @@ def test_hypotheses_have_the_scores_of_the_whole_sequence(made):
 
 
 def test_bleu_is_that_of_sacrebleu_on_the_test_sentences(made, monkeypatch):
-    """Translations come back in the order of the references; a perfect one has 100."""
+    """Translations are returned in the order of the references; a perfect one scores 100."""
     _, task, params, data = made
     written = {source: target.decode() for source, target in zip(data.more.sources, data.more.targets, strict=True)}
     monkeypatch.setattr(translation.Translation, "translate", lambda self, params, data, texts: [written[text] for text in texts])
@@ -380,7 +380,7 @@ def test_bleu_is_that_of_sacrebleu_on_the_test_sentences(made, monkeypatch):
     "written, references, product, penalty",
     [
         (["a b c d e"], ["a b c d f"], 4 / 5 * 3 / 4 * 2 / 3 * 1 / 2, 1),  # 66.87
-        (["a a b c d e"], ["a b c d e f"], 5 / 6 * 4 / 5 * 3 / 4 * 2 / 3, 1),  # The second "a" has no partner.
+        (["a a b c d e"], ["a b c d e f"], 5 / 6 * 4 / 5 * 3 / 4 * 2 / 3, 1),  # the second "a" has no match
         (["a b c d e"], ["a b c d f g h"], 4 / 5 * 3 / 4 * 2 / 3 * 1 / 2, math.exp(1 - 7 / 5)),
         (["a b c d e f", "a b c d e"], ["a b c d e", "a b c d e f"], 10 / 11 * 8 / 9 * 6 / 7 * 4 / 5, 1),
         (["a b c d e", "f g h i"], ["a b c d f", "f g h i j k"], 8 / 9 * 6 / 7 * 4 / 5 * 2 / 3, math.exp(1 - 11 / 9)),
@@ -388,7 +388,7 @@ def test_bleu_is_that_of_sacrebleu_on_the_test_sentences(made, monkeypatch):
     ids=["5_words", "a_word_twice", "brevity", "2_sentences", "2_sentences_brevity"],
 )
 def test_bleu_is_that_of_counts_by_hand(written, references, product, penalty, made, monkeypatch):
-    """The geometric mean of four precisions and the penalty of brevity, both from counts and lengths summed over all sentences."""
+    """The geometric mean of four precisions and the brevity penalty, both from counts and lengths summed over all sentences."""
     _, task, _, data = made
     monkeypatch.setattr(translation.Translation, "translate", lambda self, params, data, texts: [text.decode() for text in texts])
     encoded = [[text.encode() for text in texts] for texts in (written, references)]

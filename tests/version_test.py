@@ -1,4 +1,4 @@
-"""The version of the package, from its source tree or from what is installed."""
+"""The version of the package, from its source tree or from an installation."""
 
 import importlib.metadata
 import tomllib

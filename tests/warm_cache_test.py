@@ -1,6 +1,6 @@
-"""Commands as users run them: programs of all kinds leave no order of collectives open, and run when they come from the cache.
+"""Commands as users run them: programs of all kinds leave no order of collectives open, and run when loaded from the cache.
 
-Runs of one kind share two processes: one compiles, and one takes the programs from the cache.
+Runs of one kind share two processes: one compiles, and one loads the programs from the cache.
 """
 
 import json
@@ -36,13 +36,13 @@ FORMS = {
         "workers=2,stages=2,microbatches=4,schedule=1f1b,backward=int8,forward=int8,tied",
         "workers=2,stages=2,microbatches=2,method=allreduce,reducer=powersgd,remat",
     ],
-    # The compiler's own collectives, of which the order is open; their programs do not go into the cache (`mesh.make_workers`).
+    # The compiler's own collectives, whose order is open; their programs are not cached (`mesh.make_workers`).
     "divided": ["workers=2,tensor=2"],
 }
 
 
 def losses(forms, folder, name, dump=None):
-    """Of runs of a few steps in one process, by form; programs go through a cache in the folder."""
+    """Run a few steps of each form in one process, with a compilation cache in the directory."""
     (text := folder / "text.txt").write_bytes(np.random.default_rng(0).integers(97, 101, 4000, dtype=np.uint8).tobytes())
     kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")}
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -68,7 +68,7 @@ def test_runs_from_a_warm_cache_are_the_same(kind, tmp_path):
     programs, cache = tmp_path / "programs", lambda: {path.name for path in (tmp_path / "cache").glob("*-cache")}
     compiled, kept = losses(forms, tmp_path, "compiled", dump=programs), cache()
     assert losses(forms, tmp_path, "loaded") == compiled
-    assert cache() == kept  # Nothing was compiled again.
+    assert cache() == kept  # nothing was compiled again
     assert bool(kept) == (kind != "divided")
     texts = {path.name: path.read_text() for path in programs.glob("*after_optimizations.txt")}
     assert any("all-reduce" in text or "collective-permute" in text for text in texts.values())

@@ -230,9 +230,9 @@ def folder(tmp_path_factory):
 
 
 def steps(folder, argument, gradients=None, **method):
-    """(compiled HLO, measured bytes_N, declared bytes_N, P) of every phase of a tiny model's training step.
+    """Return (compiled HLO, measured bytes_N, declared bytes_N, P) for every phase of a tiny model's training step.
 
-    `gradients` takes the place of the model's own; with a quick one the mixing compiles as before, in a tenth of the time.
+    `gradients` replaces the model's own; with a fast one the mixing compiles as before, in a tenth of the time.
     """
     config = lm.get_config(f"smoke,workers={N},optimizer=sgdm,{argument}")
     config.model.update(context=4, width=4, hidden=4, heads=1, depth=1)
@@ -260,7 +260,7 @@ def quick_gradients(params, batch, key):
 
 
 def parties(collectives):
-    """Sizes of the sets of workers that depend on one another within a step, directly or through others."""
+    """Return the sizes of the sets of workers that depend on one another within a step, directly or through others."""
     party = {worker: {worker} for worker in range(N)}
     for collective in collectives:
         for group in collective.groups:
@@ -282,7 +282,7 @@ def parties(collectives):
     ids=["one-peer", "pairs", "ring", "local", "all-reduce"],
 )
 def test_bytes_of_a_step(folder, argument, messages, largest_group, largest_party):
-    own = argument in ("topology=one_peer_exponential", "method=allreduce")  # Gradients of the model.
+    own = argument in ("topology=one_peer_exponential", "method=allreduce")  # gradients of the model
     measured = steps(folder, argument, None if own else quick_gradients)
     assert len(measured) == (3 if "exponential" in argument else 1)
     for hlo, sent_N, declared_N, num_bytes in measured:
@@ -314,7 +314,7 @@ def test_bytes_of_alternating_exponential_ring(folder):
                 if len({worker // L for worker in group}) > 1:
                     assert collective.kind == "collective-permute"
                     out_of_node[group[0] // L] += collective.num_bytes
-        padding = L * 4 * 20  # at most a few values for each bucket
+        padding = L * 4 * 20  # at most a few values per bucket
         for node, num_bytes_out in enumerate(out_of_node):
             if node in joint:
                 assert num_bytes <= num_bytes_out <= num_bytes + padding
@@ -338,7 +338,7 @@ def test_bytes_of_alternating_exponential_ring(folder):
     ],
 )
 def test_bytes_of_compressed_messages(folder, argument):
-    plain = {"beer": 2}.get(argument.split("mixer=")[1].split(",")[0], 1)  # Messages as long as the parameters.
+    plain = {"beer": 2}.get(argument.split("mixer=")[1].split(",")[0], 1)  # messages as long as the parameters
     for hlo, sent_N, declared_N, num_bytes in steps(folder, argument, gradients=quick_gradients):
         np.testing.assert_allclose(declared_N, sent_N, rtol=1e-12)
         shifts = sum(c.kind == "collective-permute" for c in wire.collectives(hlo, N))

@@ -1,4 +1,4 @@
-"""0/1 Adam against a dense NumPy reference written as the paper states it, and its limit, in float64."""
+"""0/1 Adam against a dense NumPy reference written as in the paper, and its limit, in float64."""
 
 import jax
 import numpy as np
@@ -58,7 +58,7 @@ def test_it_is_the_dense_reference(mode):
 
 def test_a_step_sends_what_is_due():
     made, one = method(top(1))(Channel()), outer.tree(X0)
-    exact, coded = 2 * (N - 1) / N * X0.nbytes, (N - 1) * (1 + 8 + 2)  # A flag, a value and its place.
+    exact, coded = 2 * (N - 1) / N * X0.nbytes, (N - 1) * (1 + 8 + 2)  # a flag, a value and its position
     sent = [made.num_bytes(one, made.phase(t))[0] for t in range(STEPS)]
     assert sent == [exact * (t in T_V) + coded * (t in T_U) for t in range(STEPS)]
 
