@@ -115,12 +115,6 @@ def test_the_pace_counts_steps_until_the_first_worker_is_done():
     assert fit.own_share(np.ones((4, 3)), 0.9) == 1.0  # within one process no worker starts earlier
 
 
-def test_least_squares_finds_the_minimum():
-    x = np.linspace(0, 2, 30)
-    theta = fit.least_squares(lambda t: np.exp(t[0] * x) + t[1] - np.exp(-0.7 * x) - 0.3, [0.0, 0.0])
-    assert theta == pytest.approx([-0.7, 0.3], abs=1e-4)
-
-
 @pytest.mark.parametrize(
     "call, problem",
     [

@@ -10,7 +10,7 @@ import pytest
 
 from decjax import schedules
 from decjax import topology as tp
-from decjax.costmodel import Cluster, Link, Workload, all_reduce, footprint, gossip, iteration, no_communication, predict
+from decjax.costmodel import Cluster, Link, Workload, all_reduce, gossip, iteration, no_communication, predict
 from decjax.costmodel import layout as lay
 from decjax.costmodel.iteration import Hop, predict_layout
 from decjax.costmodel.layout import Boundary, DeviceLayout, Traffic, Work
@@ -433,8 +433,7 @@ def test_a_tied_embedding_is_on_both_ends():
     assert load.embedding_bytes == 4 * 256 * 32 and sum(load.gradient_bytes) + load.embedding_bytes == 4 * tied.parameters
     assert lay.work(tied, DeviceLayout(microbatches=4), 1e9).embedding_bytes == 0
     held = [
-        footprint._stage_memory(tied, DeviceLayout(stages=4, microbatches=4), Traffic(no_communication()), s).parameters
-        for s in range(4)
+        lay._stage_memory(tied, DeviceLayout(stages=4, microbatches=4), Traffic(no_communication()), s).parameters for s in range(4)
     ]
     assert held[0] - held[1] == 4 * 256 * 32 and sum(held) == 4 * (tied.parameters + 256 * 32)
 
@@ -445,7 +444,7 @@ def test_a_tied_embedding_is_on_both_ends():
 def test_memory_follows_the_schedule():
     def activations(schedule, M, remat="none"):
         model = dataclasses.replace(GPT, batch_size=4 * M, vocabulary=4)
-        return footprint.memory(model, DeviceLayout(1, 4, 1, M, schedule, remat=remat), Traffic(no_communication())).activations
+        return lay.memory(model, DeviceLayout(1, 4, 1, M, schedule, remat=remat), Traffic(no_communication())).activations
 
     assert activations("1f1b", 8) == activations("1f1b", 64)
     assert activations("gpipe", 64) == pytest.approx(8 * activations("gpipe", 8), rel=0.01)
@@ -477,12 +476,12 @@ def test_a_layer_keeps_what_differentiation_keeps():
 def test_memory_by_hand():
     model = Transformer(2, 8, 2, 16, 4, batch_size=4, hidden=32)
     layout = DeviceLayout(2, 1, 1, microbatches=2)
-    held = footprint.memory(model, layout, Traffic(all_reduce(2)))
+    held = lay.memory(model, layout, Traffic(all_reduce(2)))
     parameters = 2 * (4 * 64 + 2 * 8 * 32 + 16) + 8 + 2 * 16 * 8
     assert held[:4] == (0, 4 * parameters, 4 * parameters, 8 * parameters) and model.parameters == parameters
     values = 2 * 4 * (18 * 8 + 6 * 32 + 2 * 2 * 4)  # 4 tokens and 2 layers each
     assert held.activations == 4 * (values + 4 * 16) and held.errors == 0
-    coded = footprint.memory(model, layout, Traffic(all_reduce(2, ratio=0.25)))
+    coded = lay.memory(model, layout, Traffic(all_reduce(2, ratio=0.25)))
     of_layers = parameters - 2 * 16 * 8
     assert coded.errors == of_layers * (4 + 1)
-    assert footprint.memory(model, layout, Traffic(gossip(tp.make("ring", 2)))).errors == 4 * parameters  # received values
+    assert lay.memory(model, layout, Traffic(gossip(tp.make("ring", 2)))).errors == 4 * parameters  # received values

@@ -62,7 +62,6 @@ NUMPY_ONLY = (
     "decjax.costmodel.transformer",
     "decjax.costmodel.layout",
     "decjax.costmodel.iteration",
-    "decjax.costmodel.footprint",
     "decjax.costmodel.plan",
 )
 

@@ -1,15 +1,14 @@
-"""Predicts the time per iteration of training methods on a cluster: when decentralized training beats all-reduce. NumPy only.
+"""Predicts the time per iteration of training methods on a cluster, and when decentralized training beats all-reduce. NumPy only.
 
     profile       clusters, workloads, and how compute times vary
     json_files    their JSON form
     exchange      latency and bandwidth cost of a round of messages on a cluster
-    method        what is sent over which topology
+    methods       what is sent over which topology
     simulator     times of training steps, by a max-plus recursion over workers
     model         time per iteration of a method whose workers are one device each
     transformer   parameters, operations and bytes of a decoder
-    layout        workers × stages × tensor: what devices compute and send
+    layout        workers × stages × tensor: what devices compute, send and keep in memory
     iteration     time per iteration of a layout, under a pipeline schedule
-    footprint     memory that a layout takes on a device
     fit           fits a cluster's numbers to measurements
     plan          ranks methods, and says where each one is the fastest
     plan_layouts  ranks layouts
@@ -25,12 +24,11 @@ Examples:
   '2.44 times faster'
 """
 
-from decjax.costmodel.footprint import Footprint, memory
 from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
 from decjax.costmodel.json_files import load, load_workload, save
-from decjax.costmodel.layout import Boundary, DeviceLayout, Traffic, Work, work
+from decjax.costmodel.layout import Boundary, DeviceLayout, Footprint, Traffic, Work, memory, work
 from decjax.costmodel.methods import Method, all_reduce, compressed, gossip, no_communication
-from decjax.costmodel.model import Prediction, closed_form, predict
+from decjax.costmodel.model import Prediction, predict
 from decjax.costmodel.profile import Cluster, Compressed, Jitter, Link, Workload
 from decjax.costmodel.transformer import Transformer
 
@@ -51,7 +49,6 @@ __all__ = [
     "Workload",
     "all_reduce",
     "choose_compressed_stages",
-    "closed_form",
     "compressed",
     "gossip",
     "load",

@@ -1,10 +1,10 @@
-"""Fits of a cluster's numbers to measured times. NumPy only; `decjax.measure` takes the measurements.
+"""Fits of a cluster's numbers to measured times, which `decjax.measure` takes.
 
 A message of b bytes takes α + b/β; straight lines through measured times give both. Lines are fitted to *relative* errors, so
-that small messages, which determine α, count as much as large ones. `least_squares` fits other parameters of the model.
+that small messages, which determine α, count as much as large ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import typing
 from typing import Annotated, Literal
@@ -16,7 +16,6 @@ from decjax.options import Range, check, checked_class
 
 MAX_TRACE, LEAST_STEPS = 200, 20  # how many measured times are kept, or times of as many whole steps if these are more
 STEADY = 0.02  # coefficient of variation below which compute times count as constant
-DIFFERENCE = 1e-3  # h of central differences; larger than the noise of a simulation needs
 Kind = Literal["shift", "pair", "all_reduce", "codec"]
 Scope = Literal["intra", "inter"]
 
@@ -166,36 +165,3 @@ def _throughput(codecs: Sequence[Measurement]) -> float | dict[str, float] | Non
         for codec in dict.fromkeys(m.codec for m in codecs)
     }
     return by_name.get("") if set(by_name) <= {""} else by_name
-
-
-def least_squares(
-    residuals: Callable[[np.ndarray], np.ndarray], start: Sequence[float], *, num_steps: int = 30, tolerance: float = 1e-6
-) -> np.ndarray:
-    """Return the θ that minimizes Σ r(θ)², by Levenberg and Marquardt's method with a Jacobian of central differences.
-
-    Args:
-        residuals: the function θ → r. Positive parameters are best given as logarithms; random numbers must be the same in all calls.
-        start: the first θ.
-        num_steps: the most steps.
-        tolerance: the search ends when a step improves the sum by less than this fraction.
-    """
-    theta = np.array(start, float)
-    r = np.asarray(residuals(theta), float)
-    damping = 1e-2
-    for _ in range(num_steps):
-        steps = DIFFERENCE * np.eye(len(theta))
-        J = np.stack([(residuals(theta + h) - residuals(theta - h)) / (2 * DIFFERENCE) for h in steps], axis=1)
-        for _ in range(8):
-            A = J.T @ J
-            step = np.linalg.solve(A + damping * np.diag(np.diag(A) + 1e-12), -J.T @ r)
-            tried = np.asarray(residuals(theta + step), float)
-            if tried @ tried < r @ r:
-                break
-            damping *= 4
-        else:
-            return theta
-        improved = 1 - (tried @ tried) / (r @ r)
-        theta, r, damping = theta + step, tried, damping / 4
-        if improved < tolerance:
-            break
-    return theta

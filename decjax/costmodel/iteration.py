@@ -286,7 +286,7 @@ def _mean_s(pipelines: Sequence[PipelineCosts], ready_S: np.ndarray) -> list[flo
     step = StepCosts(0.0, (1.0,), (1.0,), load.optimizer_s, combine_s, np.reshape(codec_s, (-1, 1)), [ALIKE] * phases, cost_s)
     warm_up, T = horizon(method, method.period)
     run = simulate(method, step, np.broadcast_to(np.reshape(computed_s, (1, -1, 1)), (T, len(pipelines), 1)))
-    return ((run.start_TxKxN[-1] - run.start_TxKxN[warm_up]) / (T - warm_up))[:, 0].tolist()
+    return run.step_KxN(warm_up)[:, 0].tolist()
 
 
 # -- Prediction -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypedDict, Unpack
 
 from decjax import topology as topology_lib
 from decjax.costmodel.profile import Amount, Compressed, Rate
@@ -59,6 +59,18 @@ class Method:
         return 1 if self.topology is None else self.every * self.topology.period
 
 
+class MethodOptions(TypedDict, total=False):
+    """Fields of `Method` that all methods have."""
+
+    bucketed: bool
+    ratio: float
+    codec: str
+    every: int
+    joint_ring: bool
+    coding_s: float | None
+    latencies: float
+
+
 def graphs(names: Iterable[str], num_workers: int, local_size: int) -> tuple[dict[str, Topology], dict[str, str]]:
     """Return the named topologies that exist for a number of workers; and for the others the reason why they do not."""
     existing, refused = {}, {}
@@ -76,27 +88,26 @@ def no_communication() -> Method:
     return Method("no communication", None)
 
 
-def all_reduce(num_workers: int, *, overlap: bool = False, bucketed: bool = False, **options: Any) -> Method:
+def all_reduce(num_workers: int, *, overlap: bool = False, **options: Unpack[MethodOptions]) -> Method:
     """Return the method that averages the gradients of all workers.
 
     Args:
         num_workers: N, the number of workers.
         overlap: whether the average is used one step late, so that it has a whole step to arrive.
-        bucketed: whether buckets are sent during the backward pass.
         **options: further fields of `Method`.
     """
-    name = "all-reduce" + (", one step stale" if overlap else "") + (", bucketed" if bucketed else "")
-    return Method(name, topology_lib.make("complete", num_workers), GRADIENTS, overlap, bucketed, **options)
+    name = "all-reduce" + (", one step stale" if overlap else "") + (", bucketed" if options.get("bucketed") else "")
+    return Method(name, topology_lib.make("complete", num_workers), GRADIENTS, overlap, **options)
 
 
 @checked
-def gossip(topology: Topology, *, order: Order = "awc", name: str | None = None, **options: Any) -> Method:
+def gossip(topology: Topology, *, order: Order = "awc", name: str = "", **options: Unpack[MethodOptions]) -> Method:
     """Return the method that mixes parameters over a topology.
 
     Args:
         topology: who mixes with whom.
         order: "awc" (adapt while communicating: messages travel during the gradient) or "atc" (adapt then communicate).
-        name: shown in tables; None: the topology's name and the order.
+        name: shown in tables; default: the topology's name and the order.
         **options: further fields of `Method`.
     """
     return Method(name or f"{topology.name} {order}", topology, PARAMETERS, order == "awc", **options)
@@ -104,7 +115,7 @@ def gossip(topology: Topology, *, order: Order = "awc", name: str | None = None,
 
 def compressed(form: Compressed) -> Method:
     """Return the method that sends messages of a measured compressed form: the mean of all gradients, or gossip in order "awc"."""
-    options: dict[str, Any] = dict(ratio=form.ratio, coding_s=form.coding_s, latencies=form.latencies)
+    options: MethodOptions = dict(ratio=form.ratio, coding_s=form.coding_s, latencies=form.latencies)
     if not form.topology:
         return dataclasses.replace(all_reduce(form.num_workers, **options), name=form.name)
     return gossip(topology_lib.make(form.topology, form.num_workers), name=form.name, **options)

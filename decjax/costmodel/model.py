@@ -1,4 +1,4 @@
-"""Time per iteration of a method where each worker is one device: the simulator by Monte Carlo, and closed forms where they exist.
+"""Time per iteration of a method where each worker is one device, by Monte Carlo with the simulator.
 
 An exchange of b bytes takes c = α + b·β⁻¹ (`exchange_cost`), where messages that leave a node at the same time share its NIC. If it
 overlaps with computing, it takes `beside_s` longer.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decjax.costmodel.exchange import exchange_cost
-from decjax.costmodel.methods import GRADIENTS, PARAMETERS, Method
+from decjax.costmodel.methods import PARAMETERS, Method
 from decjax.costmodel.profile import Cluster, Workload
 from decjax.costmodel.simulator import StepCosts, horizon, simulate
 from decjax.options import Count, Seed, checked
@@ -43,54 +43,6 @@ def single_stage(cluster: Cluster, workload: Workload, method: Method) -> StepCo
         routes,
         [(method.latencies * route.latency_N + bytes_b[:, None] * route.per_byte_N + beside_s)[:, None] for route in routes],
     )
-
-
-# -- Closed forms ----------------------------------------------------------------------------------------------------
-
-
-def closed_form(cluster: Cluster, workload: Workload, method: Method) -> float | None:
-    """Return the mean seconds per iteration by a formula; None where there is none.
-
-    There are formulas for messages of one bucket in every step (p = 1) between workers that are equally fast:
-
-        nothing sent                         C + opt                                        any jitter; C its mean
-        all-reduce, C constant or C + s·Exp  C + s H_N + c + opt,  H_N = Σ_{k≤N} 1/k        mean of the slowest of N
-        all-reduce one step stale            max(C + opt, c)                                C constant
-        gossip, adapt while communicating    mean over phases of max(C + opt, c) + combine  C constant, c equal for all
-        gossip, adapt then communicate       C + opt + combine + mean over phases of c      C constant, c equal for all
-    """
-    if not workload.jitter.is_uniform or method.every > 1 or (method.bucketed and len(workload.num_bytes) > 1):
-        return None
-    compute_s, optimizer_s = _expected_compute_s(cluster, workload, method), workload.optimizer_s
-    if compute_s is None or method.topology is None:
-        return None if compute_s is None else compute_s + optimizer_s
-    step = single_stage(cluster, workload, method)
-    cost_s = np.stack(step.cost_s)[:, 0, 0]  # [phases, N]
-    if np.ptp(cost_s, axis=1).max() > 1e-12 * cost_s.max():
-        return None
-    c, more_s = cost_s[:, 0], step.combine_s + float(step.codec_s)
-    if not method.overlap:
-        return float(compute_s + c.mean() + optimizer_s + more_s)
-    if method.message == PARAMETERS:
-        return float(np.maximum(compute_s + optimizer_s, c).mean() + more_s)
-    return float(max(compute_s + optimizer_s + more_s, c[0])) if len(c) == 1 else None
-
-
-def _expected_compute_s(cluster: Cluster, workload: Workload, method: Method) -> float | None:
-    """Return the expected seconds until a worker and all that it waits for have computed; None where there is no formula."""
-    jitter, compute_s = workload.jitter, workload.compute_s
-    if jitter.is_deterministic:
-        return jitter.trace_s[0] if jitter.kind == "trace" else compute_s
-    if method.topology is None:
-        means_s = {"trace": np.mean(jitter.trace_s or 0.0), "exponential": compute_s + jitter.scale_s, "lognormal": compute_s}
-        return float(means_s[jitter.kind]) if jitter.kind in means_s else None
-    waits_for_all = method.message == GRADIENTS and not method.overlap and method.topology.name == "complete"
-    if waits_for_all and jitter.kind == "exponential":
-        return compute_s + jitter.scale_s * sum(1 / k for k in range(1, cluster.num_workers + 1))
-    return None
-
-
-# -- Prediction -------------------------------------------------------------------------------------------------------
 
 
 class Prediction(NamedTuple):
@@ -154,15 +106,11 @@ def predict(
     paid = step._replace(cost_s=[c * pays_K for c in step.cost_s])
     run = simulate(method, paid, np.concatenate([compute_TxRxN] * 2, axis=1))
     step_s, free_step_s = np.split(np.diff(run.start_TxKxN[warm_up:], axis=0), 2, axis=1)
-    mean_s, free_s = step_s.mean(), float(free_step_s.mean())
-    compute_s, exact_s = compute_TxRxN[warm_up:].mean(), closed_form(cluster, workload, method)
-    busy_s = compute_s + workload.optimizer_s
-    if method.topology is None:
-        busy_s = free_s = mean_s = exact_s or busy_s
-    else:
+    mean_s, free_s, busy_s = step_s.mean(), free_step_s.mean(), compute_TxRxN[warm_up:].mean() + workload.optimizer_s
+    if method.topology is not None:
         busy_s += (step.combine_s + float(step.codec_s)) / method.every
-        if exact_s is not None:  # What messages add, and how long workers wait for each other, is as in the simulation.
-            mean_s, free_s = exact_s, free_s + exact_s - mean_s
+    elif (expected_s := workload.jitter.mean_s(workload.compute_s)) is not None:
+        mean_s = free_s = busy_s = expected_s + workload.optimizer_s
     sent_bytes = method.ratio * workload.total_bytes / method.every
     return Prediction(
         float(mean_s),

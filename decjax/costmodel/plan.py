@@ -1,15 +1,14 @@
 """Rankings of methods for a cluster and a workload, and whether decentralized training pays there."""
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from decjax import topology as topology_lib
-from decjax.costmodel.methods import GRADIENTS, Method, Order, all_reduce, gossip, graphs, no_communication
+from decjax.costmodel.methods import GRADIENTS, Method, MethodOptions, Order, all_reduce, gossip, graphs, no_communication
 from decjax.costmodel.model import Prediction, predict, single_stage
 from decjax.costmodel.profile import Cluster, Jitter, Workload
 from decjax.costmodel.simulator import horizon, simulate
@@ -75,8 +74,8 @@ def candidates(
         The methods, and for topologies that do not exist at this size the reason why not.
     """
     n = cluster.num_workers
-    options: dict[str, Any] = dict(ratio=ratio, codec=codec, every=every)
-    exact = options | ({"ratio": 1.0, "codec": ""} if codec else {})
+    options: MethodOptions = dict(ratio=ratio, codec=codec, every=every)
+    exact: MethodOptions = dict(every=every) if codec else options
     methods = [
         no_communication(),
         all_reduce(n, **exact),
@@ -118,17 +117,9 @@ def _best(ranked: Sequence[Ranked]) -> Ranked:
 def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> str:
     """Return a few sentences on whether decentralized training pays on this cluster, and below which bandwidth it does.
 
-    It is compared with the fastest *synchronous* all-reduce, in one message or in buckets. One-step-stale all-reduce is compared
+    Gossip is compared with the fastest *synchronous* all-reduce, in one message or in buckets. One-step-stale all-reduce is compared
     separately, since its gradients are a step old. Where gossip is faster than both, the verdict ends with the shorthand that trains
-    it.
-
-    Args:
-        cluster: as for `rank`.
-        workload: as for `rank`.
-        ranked: from `rank`.
-
-    Raises:
-        ValueError: if there is no exact all-reduce or no gossip among the ranked methods.
+    it. A ValueError is raised if there is no synchronous all-reduce or no gossip among the methods from `rank`.
     """
     reduces, mixing = [r for r in ranked if r.method.message == GRADIENTS], [r for r in ranked if r.is_gossip]
     exact, stale = [r for r in reduces if not r.method.overlap], [r for r in reduces if r.method.overlap]
@@ -180,11 +171,11 @@ def _threshold(cluster: Cluster, workload: Workload, reference: Method, best: Me
     """Return a sentence about the bandwidth at which the answer changes, found by bisection."""
 
     def gain(bandwidth_Bps: float) -> float:
-        changed = _at_bandwidth(cluster, bandwidth_Bps)
+        changed = cluster.at_bandwidth(bandwidth_Bps)
         first, second = (predict(changed, workload, each, num_steps=100, num_replicas=4).mean_s for each in (reference, best))
         return first / second
 
-    now = getattr(cluster, _links(cluster)).bandwidth_Bps
+    now = cluster.bottleneck.bandwidth_Bps
     low, high = (now, BANDWIDTHS_Bps[1]) if pays else (BANDWIDTHS_Bps[0], now)
     far = high if pays else low
     links = "between nodes" if cluster.num_nodes > 1 else "inside the node"
@@ -200,16 +191,6 @@ def _threshold(cluster: Cluster, workload: Workload, reference: Method, best: Me
         low, high = (middle, high) if gain(middle) >= PAYS else (low, middle)
     rate, changes = shown_rate(math.sqrt(low * high)), "no longer pays above" if pays else "would pay below"
     return f" Against synchronous all-reduce gossip {changes} about {rate} {links} (now {shown_rate(now)})."
-
-
-def _links(cluster: Cluster) -> str:
-    """Return the field of the links whose bandwidth is varied: between nodes, or inside if there is one node."""
-    return "inter" if cluster.num_nodes > 1 else "intra"
-
-
-def _at_bandwidth(cluster: Cluster, bandwidth_Bps: float) -> Cluster:
-    where = _links(cluster)
-    return dataclasses.replace(cluster, **{where: dataclasses.replace(getattr(cluster, where), bandwidth_Bps=bandwidth_Bps)})
 
 
 def shown_rate(bandwidth_Bps: float) -> str:
@@ -249,7 +230,7 @@ def regions(
         variation: V coefficients of variation of compute times (log-normal).
     """
     methods = sorted((method for method in methods if method.topology is not None), key=_preference)
-    clusters = [_at_bandwidth(cluster, float(b)) for b in bandwidth_Bps]
+    clusters = [cluster.at_bandwidth(float(b)) for b in bandwidth_Bps]
     time_s = np.empty((len(methods), len(variation), len(clusters)))
     for m, method in enumerate(methods):
         steps = [single_stage(changed, workload, method) for changed in clusters]
@@ -260,8 +241,7 @@ def regions(
             jitter = Jitter("lognormal", scale_s=float(cv) * workload.compute_s)
             compute = jitter.sample(np.random.default_rng(0), workload.compute_s, (T, REPLICAS, cluster.num_workers))
             run = simulate(method, step, np.tile(compute, (1, len(clusters), 1)))
-            elapsed_KxN = (run.start_TxKxN[-1] - run.start_TxKxN[warm_up]) / (T - warm_up)
-            time_s[m, v] = elapsed_KxN.reshape(len(clusters), -1).mean(axis=1)
+            time_s[m, v] = run.step_KxN(warm_up).reshape(len(clusters), -1).mean(axis=1)
     return Regions(methods, time_s, winner=(time_s <= TIE * time_s.min(axis=0)).argmax(axis=0))
 
 

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from decjax.costmodel.footprint import Footprint, memory
 from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
-from decjax.costmodel.layout import EPILOGUE, Boundary, DeviceLayout, Traffic, Work, work
+from decjax.costmodel.layout import EPILOGUE, Boundary, DeviceLayout, Footprint, Traffic, Work, memory, work
 from decjax.costmodel.methods import Order, all_reduce, gossip, graphs, no_communication
 from decjax.costmodel.profile import Cluster, Rate, check_divides, check_number
 from decjax.costmodel.transformer import Transformer, low_rank_ratio
@@ -47,7 +46,7 @@ def layouts(
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     for workers, stages in ((n, s) for n in divisors for s in divisors if num_devices % (n * s) == 0):
         tensor = num_devices // (workers * stages)
-        flat: dict[str, Any] = dict(schedule="1f1b", chunks=1) if stages == 1 else {}
+        flat = dict(schedule="1f1b", chunks=1) if stages == 1 else {}
         sequences = workers * microbatch_size  # of one microbatch on all workers
         try:
             check_divides("batch_size", model.batch_size, f"workers={workers} × microbatches of {microbatch_size}", sequences)

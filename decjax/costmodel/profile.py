@@ -1,4 +1,4 @@
-"""Inputs of the cost model: a cluster, a workload, and how compute times vary. Plain data, with a JSON form.
+"""Inputs of the cost model: a cluster, a workload, and how compute times vary.
 
 A *profile* is one JSON object: the fields of `Cluster`, and optionally a measured `Workload` under "workload". It is measured
 (launch.calibrate), fitted to timings (`fit`) or written by hand from datasheets. Names of fields end in their unit; `_Bps` is bytes per
@@ -114,6 +114,16 @@ class Cluster:
         """N, the number of workers on all nodes."""
         return self.num_nodes * self.workers_per_node
 
+    @property
+    def bottleneck(self) -> Link:
+        """The links between nodes, or those inside if there is one node."""
+        return self.inter if self.num_nodes > 1 else self.intra
+
+    def at_bandwidth(self, bandwidth_Bps: float) -> "Cluster":
+        """Return the cluster with another bandwidth of its `bottleneck`."""
+        name = "inter" if self.num_nodes > 1 else "intra"
+        return dataclasses.replace(self, **{name: dataclasses.replace(self.bottleneck, bandwidth_Bps=bandwidth_Bps)})
+
     def codec_rate(self, codec: str = "") -> float | None:
         """Return the bytes of parameters per second that a worker encodes and decodes; None: it takes no time.
 
@@ -189,10 +199,11 @@ class Jitter:
         """Whether each worker takes the same time in every step."""
         return self.kind == "constant" or (self.kind != "trace" and self.scale_s == 0) or len(set(self.trace_s)) == 1
 
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all workers draw from the same distribution."""
-        return self.slow_workers == 0 or self.slow_factor == 1
+    def mean_s(self, nominal_s: float) -> float | None:
+        """Return the mean compute time of all workers; None where it has no formula."""
+        if self.kind == "normal" or (self.slow_workers and self.slow_factor != 1):
+            return None
+        return float(np.mean(self.trace_s)) if self.kind == "trace" else nominal_s + self.scale_s * (self.kind == "exponential")
 
     def sample(self, rng: np.random.Generator, nominal_s: float, shape: tuple[int, ...]) -> np.ndarray:
         """Return random compute times in seconds, of shape [..., N], for a nominal C = `nominal_s` > 0."""

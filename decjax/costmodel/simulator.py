@@ -61,6 +61,10 @@ class Times(NamedTuple):
     launched_TxKxN: np.ndarray  # when the first message of the exchange needed in a step is sent; nan in steps without one
     arrived_TxKxN: np.ndarray  # when all messages of that exchange have arrived; nan in steps without one
 
+    def step_KxN(self, warm_up: int) -> np.ndarray:
+        """Return the mean seconds of a step after so many steps of warm-up."""
+        return (self.start_TxKxN[-1] - self.start_TxKxN[warm_up]) / (len(self.computed_TxKxN) - warm_up)
+
 
 def horizon(method: Method, num_steps: int) -> tuple[int, int]:
     """Return (warm-up steps, all steps): a quarter of `num_steps` and as many more, in whole periods, so that all phases count alike."""
