@@ -46,11 +46,11 @@ def layouts(
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     for workers, stages in ((n, s) for n in divisors for s in divisors if num_devices % (n * s) == 0):
         tensor = num_devices // (workers * stages)
-        flat = dict(schedule="1f1b", chunks=1) if stages == 1 else {}
+        chosen = {name: value for name, value in options.items() if stages > 1 or name not in ("schedule", "chunks")}
         sequences = workers * microbatch_size  # of one microbatch on all workers
         try:
             check_divides("batch_size", model.batch_size, f"workers={workers} × microbatches of {microbatch_size}", sequences)
-            layout = DeviceLayout(workers, stages, tensor, model.batch_size // sequences, **options | flat)
+            layout = DeviceLayout(workers, stages, tensor, model.batch_size // sequences, **chosen)
             layout.check(model)
         except ValueError as error:
             refused[f"{workers}×{stages}×{tensor}"] = str(error)
