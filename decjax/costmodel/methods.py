@@ -62,7 +62,6 @@ class Method:
 class MethodOptions(TypedDict, total=False):
     """Fields of `Method` that all methods have."""
 
-    bucketed: bool
     ratio: float
     codec: str
     every: int
@@ -88,34 +87,38 @@ def no_communication() -> Method:
     return Method("no communication", None)
 
 
-def all_reduce(num_workers: int, *, overlap: bool = False, **options: Unpack[MethodOptions]) -> Method:
+def all_reduce(num_workers: int, *, overlap: bool = False, bucketed: bool = False, **options: Unpack[MethodOptions]) -> Method:
     """Return the method that averages the gradients of all workers.
 
     Args:
         num_workers: N, the number of workers.
         overlap: whether the average is used one step late, so that it has a whole step to arrive.
+        bucketed: whether buckets are sent during the backward pass.
         **options: further fields of `Method`.
     """
-    name = "all-reduce" + (", one step stale" if overlap else "") + (", bucketed" if options.get("bucketed") else "")
-    return Method(name, topology_lib.make("complete", num_workers), GRADIENTS, overlap, **options)
+    name = "all-reduce" + (", one step stale" if overlap else "") + (", bucketed" if bucketed else "")
+    return Method(name, topology_lib.make("complete", num_workers), GRADIENTS, overlap, bucketed, **options)
 
 
 @checked
-def gossip(topology: Topology, *, order: Order = "awc", name: str = "", **options: Unpack[MethodOptions]) -> Method:
+def gossip(
+    topology: Topology, *, order: Order = "awc", name: str = "", bucketed: bool = False, **options: Unpack[MethodOptions]
+) -> Method:
     """Return the method that mixes parameters over a topology.
 
     Args:
         topology: who mixes with whom.
         order: "awc" (adapt while communicating: messages travel during the gradient) or "atc" (adapt then communicate).
         name: shown in tables; default: the topology's name and the order.
+        bucketed: as for `all_reduce`.
         **options: further fields of `Method`.
     """
-    return Method(name or f"{topology.name} {order}", topology, PARAMETERS, order == "awc", **options)
+    return Method(name or f"{topology.name} {order}", topology, PARAMETERS, order == "awc", bucketed, **options)
 
 
 def compressed(form: Compressed) -> Method:
     """Return the method that sends messages of a measured compressed form: the mean of all gradients, or gossip in order "awc"."""
-    options: MethodOptions = dict(ratio=form.ratio, coding_s=form.coding_s, latencies=form.latencies)
+    options = MethodOptions(ratio=form.ratio, coding_s=form.coding_s, latencies=form.latencies)
     if not form.topology:
         return dataclasses.replace(all_reduce(form.num_workers, **options), name=form.name)
     return gossip(topology_lib.make(form.topology, form.num_workers), name=form.name, **options)

@@ -74,8 +74,8 @@ def candidates(
         The methods, and for topologies that do not exist at this size the reason why not.
     """
     n = cluster.num_workers
-    options: MethodOptions = dict(ratio=ratio, codec=codec, every=every)
-    exact: MethodOptions = dict(every=every) if codec else options
+    options = MethodOptions(ratio=ratio, codec=codec, every=every)
+    exact = MethodOptions(every=every) if codec else options
     methods = [
         no_communication(),
         all_reduce(n, **exact),
