@@ -106,7 +106,7 @@ OUTSIDE = {
     ),
 }
 CONFIGS_OTHERS = {"ml_collections", "collections", "typing"}
-EXPERIMENTS_THIRD_PARTY = {"absl", "matplotlib", "numpy", "rich"}  # flags, figures, numbers, tables
+EXPERIMENTS_THIRD_PARTY = {"absl", "matplotlib", "numpy", "rich", "scipy"}  # flags, figures, numbers, tables, fits
 
 COLLECTIVES = {
     "ppermute",
