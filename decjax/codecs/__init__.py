@@ -7,21 +7,16 @@ import functools
 
 from decjax import options, registry
 from decjax.codecs import feedback
-from decjax.codecs.bitwise import Natural as natural
-from decjax.codecs.bitwise import ScaledSign as scaled_sign
-from decjax.codecs.bitwise import Sign as sign
+from decjax.codecs.blocks import Bounded as bounded
+from decjax.codecs.blocks import Float8E4M3 as float8_e4m3
+from decjax.codecs.blocks import Float8E5M2 as float8_e5m2
 from decjax.codecs.blocks import Int2 as int2
 from decjax.codecs.blocks import Int4 as int4
 from decjax.codecs.blocks import Int8 as int8
 from decjax.codecs.blocks import Integers as integers
 from decjax.codecs.blocks import Qsgd as qsgd
+from decjax.codecs.blocks import ScaledSign as scaled_sign
 from decjax.codecs.blocks import Ternary as ternary
-from decjax.codecs.bounded import Bounded as bounded
-from decjax.codecs.cast import BFloat16 as bfloat16
-from decjax.codecs.cast import Float8E4M3 as float8_e4m3
-from decjax.codecs.cast import Float8E5M2 as float8_e5m2
-from decjax.codecs.cast import Float16 as float16
-from decjax.codecs.cast import Identity as identity
 from decjax.codecs.codec import (
     Codec,
     Reshaped,
@@ -33,52 +28,25 @@ from decjax.codecs.codec import (
     seen_shape,
     working_dtype,
 )
-from decjax.codecs.dct import Dct as dct
-from decjax.codecs.low_rank import LowRank as low_rank
-from decjax.codecs.low_rank import revived
+from decjax.codecs.scalar import BFloat16 as bfloat16
+from decjax.codecs.scalar import Float16 as float16
+from decjax.codecs.scalar import Identity as identity
+from decjax.codecs.scalar import Natural as natural
+from decjax.codecs.scalar import Sign as sign
 from decjax.codecs.sparse import BlockTopk as block_topk
 from decjax.codecs.sparse import Randomk as randomk
 from decjax.codecs.sparse import Threshold as threshold
 from decjax.codecs.sparse import Topk as topk
-from decjax.codecs.zfp import Zfp as zfp
+from decjax.codecs.transforms import Dct as dct
+from decjax.codecs.transforms import LowRank as low_rank
+from decjax.codecs.transforms import Zfp as zfp
+from decjax.codecs.transforms import revived
 
-__all__ = [
-    "Codec",
-    "Reshaped",
-    "WrappedCodec",
-    "bfloat16",
-    "block_topk",
-    "bounded",
-    "dct",
-    "feedback",
-    "finite",
-    "float16",
-    "float8_e4m3",
-    "float8_e5m2",
-    "identity",
-    "int2",
-    "int4",
-    "int8",
-    "integers",
-    "low_rank",
-    "make",
-    "matrix_shape",
-    "message_bytes",
-    "names",
-    "natural",
-    "of_any_shape",
-    "qsgd",
-    "randomk",
-    "revived",
-    "scaled_sign",
-    "seen_shape",
-    "sign",
-    "ternary",
-    "threshold",
-    "topk",
-    "working_dtype",
-    "zfp",
-]
+__all__ = ["Codec", "Reshaped", "WrappedCodec", "feedback", "make", "names"]
+__all__ += ["identity", "bfloat16", "float16", "sign", "natural"]
+__all__ += ["int8", "int4", "int2", "integers", "qsgd", "ternary", "float8_e4m3", "float8_e5m2", "scaled_sign", "bounded"]
+__all__ += ["topk", "threshold", "block_topk", "randomk", "low_rank", "dct", "zfp"]
+__all__ += ["finite", "matrix_shape", "message_bytes", "of_any_shape", "revived", "seen_shape", "working_dtype"]
 
 
 def names() -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import contextlib
 import functools
 import math
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,10 +75,8 @@ class Codec(registry.Part, abc.ABC, kind="codec"):
         """Whether there is a δ."""
         return self.delta((1,)) is not None
 
-    @property
-    def unbiased(self) -> bool:
-        """Whether there is an ω."""
-        return self.omega(1) is not None
+    unbiased = cast(Any, property(lambda self: self.omega(1) is not None))  # A codec may have an option of this name.
+    """Whether there is an ω."""
 
     @property
     def static_bytes(self) -> bool:
@@ -105,7 +103,6 @@ class WrappedCodec(Codec):
     random = of_field("codec.random")
     matrix = of_field("codec.matrix")
     state_key = of_field("codec.state_key")
-    static_bytes = of_field("codec.static_bytes")
     encode = of_field("codec.encode")
     decode = of_field("codec.decode")
     num_bytes = of_field("codec.num_bytes")
@@ -114,12 +111,16 @@ class WrappedCodec(Codec):
     delta = of_field("codec.delta")
     omega = of_field("codec.omega")
 
+    @property
+    def static_bytes(self):
+        return self.codec.static_bytes
+
 
 class OfValues(Codec):
-    """Base of codecs that choose or compute some values, which a second codec encodes.
+    """Base of codecs that choose or compute some values, or factors, which a second codec encodes.
 
     Attributes:
-        values: the second codec, one without state, key or matrices.
+        values: the second codec, one without state, key or matrices, such as `int8`.
     """
 
     requires = (
@@ -218,11 +219,6 @@ def by_rows(function: Callable[[jax.Array, int], T], x: jax.Array, length: int) 
 def from_rows(x_MxB: jax.Array, shape: Shape, dtype: DType) -> jax.Array:
     """Return the array of that shape and dtype whose values `rows` has put into rows."""
     return x_MxB.ravel()[: math.prod(shape)].reshape(shape).astype(dtype)
-
-
-def scale_bytes(shape: Shape, dtype: DType, block: int) -> int:
-    """Return the bytes of the scales of an array, one for each block of values."""
-    return jnp.dtype(working_dtype(dtype)).itemsize * math.ceil(math.prod(shape) / block)
 
 
 def magnitude(x_MxB: jax.Array) -> jax.Array:

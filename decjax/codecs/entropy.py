@@ -22,15 +22,7 @@ LEAST = 2.0**-32  # probability of a cell: far tails cost 32 bits
 def gaussian_bits(
     levels: np.ndarray, step: Positive, mean: np.ndarray | float = 0.0, scale: np.ndarray | float = 1.0
 ) -> np.ndarray:
-    """Return the bits of each value.
-
-    Args:
-        levels: q, whole numbers.
-        step: Δ.
-        mean: μ, one number or an array of the shape of the levels.
-        scale: σ, likewise.
-
-    """
+    """Return the bits of each value, given the levels q and the step Δ; μ and σ are numbers, or arrays of the shape of the levels."""
     check_range("smallest scale", float(np.min(scale)), Range(0, above=True))
     low, high = ((np.abs(levels * step - mean) + side * step / 2) / scale for side in (-1, 1))
     return -np.log2(np.maximum(special.ndtr(-low) - special.ndtr(-high), LEAST))  # Of the lower tail, where differences are exact.

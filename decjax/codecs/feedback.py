@@ -78,6 +78,7 @@ class _Remembering(Feedback):
     """Base of the memories of errors.
 
     Attributes:
+        codec: C, contractive.
         storage: codec that e is stored with; None: in full precision.
     """
 
@@ -130,9 +131,7 @@ class Residual(_Remembering):
     """Error feedback: what a message loses is added to the next one, c = C(γe + g), e <- γe + g − ĉ.
 
     Attributes:
-        codec: C, contractive.
         decay: γ. Below 1, e is a momentum from which what was sent is subtracted, as in DeMo.
-        storage: codec that e is stored with; None: in full precision.
     """
 
     decay: Share = 1.0
@@ -150,14 +149,14 @@ class Momentum(_Remembering):
     """Error feedback of a momentum that compression does not change: v <- βv + g, c = C(e + v), e <- e + v − ĉ.
 
     Attributes:
-        codec: C, contractive.
         beta: β.
-        storage: codec that e is stored with; None: in full precision.
     """
 
     beta: Decay = 0.9
 
-    _has_momentum = property(lambda self: True)
+    @property
+    def _has_momentum(self):
+        return True
 
     def _wanted(self, x, error, v):
         v = self.beta * v + x
@@ -173,7 +172,6 @@ class EF21(_Remembering):
     """EF21: differences are sent, and both ends hold their sum h: c = C(v − h), h <- h + ĉ, v <- βv + (1−β)g.
 
     Attributes:
-        codec: C, contractive.
         beta: β; 0: EF21 without momentum.
         storage: None only, since receivers hold h as well and it must be exact.
     """

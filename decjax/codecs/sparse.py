@@ -74,13 +74,8 @@ def _bisected(x_P: jax.Array, k: int) -> jax.Array:
 
 
 def comparable_magnitude(x: jax.Array) -> jax.Array:
-    """|x|, with ∞ for NaN, so that NaN is always selected: maxima and sorts order NaN differently, and a message must not hide it."""
+    """Return |x|, with ∞ for NaN, so that NaN is always selected: maxima and sorts order it differently, and a message must not hide it."""
     return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
-
-
-def _num_groups(size: int, group: int) -> int:
-    """Return M = ⌈size/group⌉, the number of groups of at most `group` values that hold `size` values."""
-    return math.ceil(size / group)
 
 
 class Sparse(OfValues):
@@ -127,7 +122,11 @@ class Sparse(OfValues):
 
 
 class _Largest(Sparse):
-    """Base of codecs that send the largest values of the array."""
+    """Base of codecs that send the largest values of the array.
+
+    Attributes:
+        fraction: φ, the largest fraction of values that is sent.
+    """
 
     fraction: Share = FRACTION
 
@@ -150,9 +149,7 @@ class Topk(_Largest, name="topk"):
     The selection is exact: ‖x − x̂‖² ≤ (1 − k/P)‖x‖².
 
     Attributes:
-        fraction: φ, the fraction of values that is sent.
         k: number of values that are sent; all, if there are fewer. None: ⌈φP⌉.
-        values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
 
     Reference: Stich et al. 2018, "Sparsified SGD with memory", Lemma A.1.
     """
@@ -180,8 +177,6 @@ class Threshold(_Largest, name="threshold"):
 
     Attributes:
         multiple: τ/rms(x).
-        fraction: φ, the largest fraction of values that is sent.
-        values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
 
     Reference: Strom 2015, with a threshold that follows the scale; Sahu et al. 2021 for its error feedback.
     """
@@ -213,7 +208,6 @@ class BlockTopk(Sparse, name="block_topk"):
     Attributes:
         fraction: φ, the fraction of values that is sent; g may be at most 4096.
         k: number of values of a group that are sent.
-        values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
     """
 
     messages = "the largest values of each group and their places"
@@ -237,7 +231,7 @@ class BlockTopk(Sparse, name="block_topk"):
         return np.uint32(2 ** (self._group - 1).bit_length() - 1)
 
     def count(self, size):
-        return self.k * _num_groups(size, self._group)
+        return self.k * math.ceil(size / self._group)
 
     def index_bytes(self, size):
         return self.count(size) * bits.index_dtype(self._group).itemsize
@@ -248,7 +242,7 @@ class BlockTopk(Sparse, name="block_topk"):
     def select(self, x_P, key):
         if not x_P.size:
             return x_P, jnp.zeros(0, bits.index_dtype(self._group))
-        M = _num_groups(x_P.size, self._group)
+        M = math.ceil(x_P.size / self._group)
         full = x_P.size - x_P.size % M  # The rest fills a part of one more row, which is computed by itself: see `by_rows`.
         parts = [self._keys(x_P[:full].reshape(-1, M), 0)]
         if full < x_P.size:
@@ -267,7 +261,7 @@ class BlockTopk(Sparse, name="block_topk"):
         return pattern_GxM & ~self._low | jax.lax.broadcasted_iota(jnp.uint32, row_GxM.shape, 0) + first
 
     def positions(self, where, size):
-        M = _num_groups(size, self._group)
+        M = math.ceil(size / self._group)
         return (where.reshape(self.k, -1).astype(jnp.int32) * M + jnp.arange(M)[None]).ravel()
 
 
@@ -280,7 +274,6 @@ class Randomk(Sparse, name="randomk"):
     Attributes:
         fraction: φ, the fraction of values that is sent.
         unbiased: whether values are multiplied by g.
-        values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
 
     Reference: Stich et al. 2018; Konečný et al. 2016 for the shared seed.
     """
@@ -299,13 +292,13 @@ class Randomk(Sparse, name="randomk"):
         return math.ceil(1 / self.fraction)
 
     def count(self, size):
-        return _num_groups(size, self._group)
+        return math.ceil(size / self._group)
 
     def index_bytes(self, size):
         return 8
 
     def positions(self, where, size):
-        M = _num_groups(size, self._group)
+        M = math.ceil(size / self._group)
         return noise.below(self._group, (M,), (where[0], where[1])) * M + jnp.arange(M)
 
     def select(self, x_P, key):

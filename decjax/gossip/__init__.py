@@ -14,72 +14,41 @@ Parameters travel in a few flat buckets. Weighted sums are computed in float32 o
 A mixer is made with the topology, the channel on which parameters travel, and options, and checks that they fit together. `init` and
 `num_bytes` raise a ValueError if encoded messages are not smaller than the parameters.
 
-Each mixer is a class in a module of its name with its equations and state (`Beer` is in `choco`); `decjax.gossip.choco` is the class
-`Choco`. `mixer` defines a mixer, `rounds` executes a round of a topology, `coded` has the base classes of mixers with a codec,
-`requirements` has what mixers require, and `check` tests whether messages arrive.
+Each mixer is a class with its equations and state; `decjax.gossip.choco` is the class `Choco`. Module `mixer` defines a mixer, `rounds`
+executes a round of a topology, `coded` has the base classes of mixers with a codec, `requirements` has what mixers require, and
+`check` tests whether messages arrive.
 """
 
-from decjax.gossip.exact import Exact as exact  # Registered first, it comes first in tables.
+from decjax.gossip.coded import Exact as exact  # Registered first, it comes first in tables.
 
 # isort: split
-from decjax.gossip.accelerated import Accelerated as accelerated
 from decjax.gossip.check import check_exchange, check_stage_exchange
 from decjax.gossip.choco import Beer as beer
 from decjax.gossip.choco import Choco as choco
+from decjax.gossip.choco import DeepSqueeze as deepsqueeze
 from decjax.gossip.coded import CompressedState
-from decjax.gossip.consensus_control import ConsensusControl as consensus_control
-from decjax.gossip.consensus_control import ControlState
 from decjax.gossip.dcd import Dcd as dcd
 from decjax.gossip.dcd import ReplicaState
-from decjax.gossip.deepsqueeze import DeepSqueeze as deepsqueeze
 from decjax.gossip.delayed import Delayed as delayed
 from decjax.gossip.delayed import DelayedState
 from decjax.gossip.mixer import SILENT, Gossip, Linear, Mixer, Restartless, WrappedMixer, damp, every, mix, mix_due, unrounded
-from decjax.gossip.overlap_push_sum import OverlapPushSum as overlap_push_sum
-from decjax.gossip.overlap_push_sum import OverlapPushSumState
 from decjax.gossip.power_gossip import PowerGossip as power_gossip
 from decjax.gossip.power_gossip import PowerState
+from decjax.gossip.push_sum import OverlapPushSum as overlap_push_sum
+from decjax.gossip.push_sum import OverlapPushSumState, PushSumState
 from decjax.gossip.push_sum import PushSum as push_sum
-from decjax.gossip.push_sum import PushSumState
 from decjax.gossip.relay import Relay as relay
 from decjax.gossip.relay import RelayState
+from decjax.gossip.repeated import Accelerated as accelerated
+from decjax.gossip.repeated import ConsensusControl as consensus_control
+from decjax.gossip.repeated import ControlState
 from decjax.gossip.requirements import typical_contraction
 from decjax.gossip.rounds import mix_round
 
-__all__ = [
-    "CompressedState",
-    "ControlState",
-    "Gossip",
-    "Restartless",
-    "SILENT",
-    "Linear",
-    "Mixer",
-    "OverlapPushSumState",
-    "PowerState",
-    "PushSumState",
-    "DelayedState",
-    "RelayState",
-    "ReplicaState",
-    "WrappedMixer",
-    "accelerated",
-    "beer",
-    "check_exchange",
-    "check_stage_exchange",
-    "choco",
-    "consensus_control",
-    "damp",
-    "dcd",
-    "deepsqueeze",
-    "delayed",
-    "every",
-    "exact",
-    "mix",
-    "mix_due",
-    "mix_round",
-    "overlap_push_sum",
-    "power_gossip",
-    "push_sum",
-    "relay",
-    "typical_contraction",
-    "unrounded",
-]
+__all__ = ["Mixer", "Gossip", "Linear", "SILENT", "mix", "mix_due", "mix_round"]
+__all__ += ["WrappedMixer", "Restartless", "damp", "every", "unrounded"]
+__all__ += ["check_exchange", "check_stage_exchange", "typical_contraction"]
+__all__ += ["exact", "deepsqueeze", "accelerated", "consensus_control", "delayed", "relay", "overlap_push_sum"]
+__all__ += ["choco", "dcd", "beer", "push_sum", "power_gossip"]
+__all__ += ["CompressedState", "ControlState", "DelayedState", "OverlapPushSumState"]
+__all__ += ["PowerState", "PushSumState", "RelayState", "ReplicaState"]

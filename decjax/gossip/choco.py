@@ -1,6 +1,7 @@
-"""CHOCO gossip, and its form for gradient tracking (BEER): compressed changes travel."""
+"""Mixers with contractive codecs: CHOCO gossip, its form for gradient tracking (BEER), and DeepSqueeze."""
 
 import jax
+import jax.numpy as jnp
 
 from decjax.codecs import Codec
 from decjax.gossip.coded import Compensated
@@ -39,11 +40,6 @@ class Choco(Estimates, name="choco"):
     result is Wx. In order "atc" this is CHOCO-SGD as first published; in order "awc" it is the form that sends after mixing, with
     the message delayed until it overlaps the next gradient, and the same trajectory.
 
-    Attributes:
-        codec: C, contractive.
-        gamma: γ in (0, 1]; None: 1 for a codec that keeps 0.9 of the energy of noise, else half of the fraction it keeps.
-        rounds: R ≥ 1, rounds per step.
-
     References: Koloskova, Stich and Jaggi 2019, arXiv 1902.00340, algorithms 1 and 2; Koloskova et al. 2020, arXiv 1907.09356.
     """
 
@@ -59,11 +55,6 @@ class Beer(Choco, name="beer"):
 
     It mixes parameters and gradient trackers; the whole of BEER is `optim.track(inner, beer(…))`.
 
-    Attributes:
-        codec: C, contractive.
-        gamma: γ in (0, 1]; None: 1 for a codec that keeps 0.9 of the energy of noise, else half of the fraction it keeps.
-        rounds: R ≥ 1, rounds per step.
-
     Reference: Zhao et al. 2022, "BEER: fast O(1/T) rate for decentralized nonconvex optimization with communication compression",
     arXiv 2201.13320.
     """
@@ -74,3 +65,29 @@ class Beer(Choco, name="beer"):
     requires = (STATIC, SYMMETRIC, *Choco.requires)
 
     restart = Mixer.restart  # The memory is also of gradient trackers, which do not become equal when parameters are averaged.
+
+
+class DeepSqueeze(Compensated, name="deepsqueeze"):
+    """DeepSqueeze: compressed parameters travel, with what earlier messages have lost added to them.
+
+        c_i = C(x_i + e_i)     e_i <- x_i + e_i − c_i     x_i <- x_i + γ Σ_j w_ij (c_j − c_i)
+
+    Nothing is remembered about neighbors, so the graph may vary in time. The error stays as large as what the codec loses of x.
+
+    Reference: Tang et al. 2019, "DeepSqueeze: decentralization meets error-compensated compression", arXiv 1907.07346, algorithm 1.
+    """
+
+    messages = "compressed parameters"
+    memory = "1 copy"
+    requires = (DOUBLY_STOCHASTIC, CONTRACTIVE)
+
+    codec: Codec | str = "int8"
+
+    def remember(self, x: jax.Array, row_sum: float | jax.Array) -> PyTree:
+        return jnp.zeros_like(x)
+
+    def encoded(self, x: jax.Array, memory: PyTree) -> jax.Array:
+        return jnp.add(x, memory)
+
+    def merge(self, x: jax.Array, c: jax.Array, pulled: jax.Array, memory: PyTree) -> tuple[jax.Array, PyTree]:
+        return x + self.strength * pulled, x + memory - c

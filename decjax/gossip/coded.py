@@ -1,7 +1,7 @@
-"""Base classes of mixers with a codec.
+"""Base classes of mixers with a codec, and plain gossip.
 
-They share one operation, the pull of neighbors, Σ_j w_ij c_j − c_i, where c_j is the decoded message of worker j. Both ends decode the
-same message, so pulls sum to zero over workers, and the mean of the parameters is preserved whatever a codec loses.
+Mixers with a codec share one operation, the pull of neighbors, Σ_j w_ij c_j − c_i, where c_j is the decoded message of worker j. Both
+ends decode the same message, so pulls sum to zero over workers, and the mean of the parameters is preserved whatever a codec loses.
 
 Memories are initialized from the parameters that `init` is given, which have to be the same on all workers. Members of a node
 (topologies with L > 1) average exactly, and each exchanges its share of the mean.
@@ -20,8 +20,8 @@ from decjax import buckets, codecs
 from decjax.channel import Coded
 from decjax.codecs import Codec
 from decjax.gossip import requirements
-from decjax.gossip.mixer import Gossip, Rounds
-from decjax.gossip.rounds import common_multiple, is_mean, own_weight, pull, step_bytes
+from decjax.gossip.mixer import Gossip, Linear, Rounds
+from decjax.gossip.rounds import common_multiple, difference, is_mean, mix_round, own_weight, pull, step_bytes
 from decjax.options import Share
 from decjax.registry import Requirement
 from decjax.topology import Round
@@ -32,12 +32,12 @@ class CompressedState(NamedTuple):
     """State of mixers with a codec, other than `dcd`.
 
     Attributes:
-        count: int32 scalar, exchanges so far; random numbers are a function of (seed, node, count).
+        step: int32 scalar, exchanges so far; random numbers are a function of (seed, node, step).
         codec: the codec's state for each bucket.
         memory: what the mixer remembers for each round of the period (or once for all rounds), and in it for each bucket.
     """
 
-    count: jax.Array
+    step: jax.Array
     codec: tuple
     memory: tuple
 
@@ -139,9 +139,9 @@ class CodedGossip(WithCodec):
                 continue
             memory = memories[index if self.per_round else 0]
             for b, form in enumerate(forms):
-                key = self.wire.key(state.count, r * len(vectors) + b)
+                key = self.wire.key(state.step, r * len(vectors) + b)
                 vectors[b], states[b], memory[b] = self._mixed(round_, form, vectors[b], states[b], memory[b], key)
-        state = CompressedState(state.count + 1, tuple(states), tuple(map(tuple, memories)))
+        state = CompressedState(state.step + 1, tuple(states), tuple(map(tuple, memories)))
         return layout.unpack(vectors, like=params), state
 
     def _mixed(self, round_: Round, codec: Codec, x_P: jax.Array, state: PyTree, memory: PyTree, key: jax.Array | None):
@@ -154,13 +154,14 @@ class CodedGossip(WithCodec):
         return axis.gather(mixed.astype(x_P.dtype), L), codec.advance(state, message), memory
 
     def restart(self, average: PyTree, state: CompressedState) -> PyTree:
-        return self.init(average)._replace(count=state.count)
+        return self.init(average)._replace(step=state.step)
 
 
 class Compensated(CodedGossip):
     """Base of mixers that feed the codec's errors back, and mix with strength γ.
 
     Attributes:
+        codec: C, contractive.
         gamma: γ in (0, 1]; None: 1 for a codec that keeps 0.9 of the energy of noise, else half of the fraction it keeps.
     """
 
@@ -176,3 +177,51 @@ class Compensated(CodedGossip):
         if self.gamma is not None:
             return self.gamma
         return requirements.strength(self.wire.codec) if self.codec else 1.0
+
+
+class Exact(CodedGossip, name="exact"):
+    """Plain gossip: each worker takes a weighted mean of its own and its neighbors' parameters, x_i <- Σ_j w_ij x_j.
+
+    With a codec C it is x_i <- x_i + Σ_j w_ij (C(x_j) − C(x_i)). Nothing is remembered, so the parameters keep an error of the size
+    of C(x) − x; narrow parameters, such as bfloat16, are rounded in every step, and their mean walks. Step t applies rounds tR …
+    tR + R − 1 of the topology, which may vary in time.
+    """
+
+    messages = "parameters, compressed or not"
+    memory = "none"
+    requires = (requirements.DOUBLY_STOCHASTIC,)
+
+    def layout(self, params: PyTree) -> buckets.Layout:
+        return super().layout(params) if self.codec else Gossip.layout(self, params)
+
+    def init(self, params: PyTree) -> PyTree:
+        return super().init(params) if self.codec else Gossip.init(self, params)
+
+    def exchange(self, params: PyTree, state: PyTree, phase: int) -> tuple[PyTree, PyTree]:
+        if self.codec:
+            return super().exchange(params, state, phase)
+        layout = self.layout(params)
+        vectors = layout.pack(params)
+        for round_ in self.rounds_due(phase):
+            vectors = [mix_round(x_P, round_, self.channel.axis) for x_P in vectors]
+        return layout.unpack(vectors, like=params), state
+
+    def num_bytes(self, params: PyTree, phase: int) -> np.ndarray:
+        return super().num_bytes(params, phase) if self.codec else Gossip.num_bytes(self, params, phase)
+
+    def restart(self, average: PyTree, state: PyTree) -> PyTree:
+        return super().restart(average, state) if self.codec else state
+
+    @property
+    def linear(self) -> Linear | None:
+        matrix = lambda phase: self.topology.product(phase * self.rounds, self.rounds)
+        return None if self.codec else Linear(matrix, self._pull, self.pull_bytes)
+
+    def _pull(self, params: PyTree, phase: int) -> PyTree:
+        layout = self.layout(params)
+        vectors = layout.pack(params)
+        drawn = [jnp.zeros(x_P.shape, buckets.wide_dtype(x_P)) for x_P in vectors]
+        for round_ in self.rounds_due(phase):
+            now = [(x_P + d_P).astype(x_P.dtype) for x_P, d_P in zip(vectors, drawn)]
+            drawn = [d_P + difference(z_P, round_, self.channel.axis) for z_P, d_P in zip(now, drawn)]
+        return layout.unpack(drawn, like=params, wide=True)

@@ -18,14 +18,14 @@ class ReplicaState(NamedTuple):
     """State of `dcd`; the parameters are x⁻_i plus the decoded message.
 
     Attributes:
-        count: int32 scalar, messages so far.
+        step: int32 scalar, messages so far.
         codec: the codec's state for each bucket.
         message: for each bucket what the next exchange sends.
         known: x⁻_i, the parameters of this worker that its neighbors hold, for each bucket.
         drift: d_i = Σ_j w_ij x⁻_j − x⁻_i, for each bucket.
     """
 
-    count: jax.Array
+    step: jax.Array
     codec: tuple
     message: tuple
     known: tuple
@@ -54,9 +54,9 @@ class Dcd(WithCodec, name="dcd"):
 
     codec: Codec | str = "int8"
 
-    def _encoded(self, layout: buckets.Layout, vectors: Sequence[jax.Array], states: tuple, count: jax.Array) -> tuple:
+    def _encoded(self, layout: buckets.Layout, vectors: Sequence[jax.Array], states: tuple, step: jax.Array) -> tuple:
         forms = self.wire.codecs(layout)
-        return tuple(form.encode(x_P, states[b], self.wire.key(count, b)) for b, (form, x_P) in enumerate(zip(forms, vectors)))
+        return tuple(form.encode(x_P, states[b], self.wire.key(step, b)) for b, (form, x_P) in enumerate(zip(forms, vectors)))
 
     def _decoded(self, layout: buckets.Layout, messages: tuple, like: tuple) -> list[jax.Array]:
         return [form.decode(m, x_P.shape, x_P.dtype) for form, m, x_P in zip(self.wire.codecs(layout), messages, like)]
@@ -65,14 +65,14 @@ class Dcd(WithCodec, name="dcd"):
         return self._start(params, jnp.zeros((), jnp.int32))
 
     def restart(self, average: PyTree, state: ReplicaState) -> ReplicaState:
-        return self._start(average, state.count)
+        return self._start(average, state.step)
 
-    def _start(self, params: PyTree, count: jax.Array) -> ReplicaState:
+    def _start(self, params: PyTree, step: jax.Array) -> ReplicaState:
         layout = self.layout(params)
         known = tuple(layout.pack(params, wide=True))
         nothing = tuple(map(jnp.zeros_like, known))
         states = self.wire.init(layout, known)
-        return ReplicaState(count + 1, states, self._encoded(layout, nothing, states, count), known, nothing)
+        return ReplicaState(step + 1, states, self._encoded(layout, nothing, states, step), known, nothing)
 
     def exchange(self, params: PyTree, state: ReplicaState, phase: int) -> tuple[PyTree, ReplicaState]:
         layout, axis = self.layout(params), self.channel.axis
@@ -92,6 +92,6 @@ class Dcd(WithCodec, name="dcd"):
         """Encode the optimizer's step as the next message, and change the parameters by what is decoded from it."""
         layout = self.layout(stepped)
         steps = [x - known for x, known in zip(layout.pack(stepped, wide=True), state.known)]
-        message = self._encoded(layout, steps, state.codec, state.count)
+        message = self._encoded(layout, steps, state.codec, state.step)
         moved = [known + c for known, c in zip(state.known, self._decoded(layout, message, state.known))]
-        return layout.unpack(moved, stepped), state._replace(count=state.count + 1, message=message)
+        return layout.unpack(moved, stepped), state._replace(step=state.step + 1, message=message)

@@ -19,11 +19,11 @@ class DelayedState(NamedTuple):
     """State of `delayed`.
 
     Attributes:
-        count: int32 scalar, exchanges so far; delays are a function of (seed, worker, count).
+        step: int32 scalar, exchanges so far; delays are a function of (seed, worker, step).
         history: for each bucket x_DxP, this worker's parameters at its last D exchanges; the one of exchange t is at t mod D.
     """
 
-    count: jax.Array
+    step: jax.Array
     history: tuple[jax.Array, ...]
 
 
@@ -78,8 +78,8 @@ class Delayed(Gossip, name="delayed"):
             mixed.append((arrived_P.astype(dtype) + own).astype(x_P.dtype))
         history = state.history
         if self.delay:
-            history = tuple(h_DxP.at[state.count % self.delay].set(x_P) for h_DxP, x_P in zip(history, vectors))
-        return self.layout(params).unpack(mixed, like=params), DelayedState(state.count + 1, history)
+            history = tuple(h_DxP.at[state.step % self.delay].set(x_P) for h_DxP, x_P in zip(history, vectors))
+        return self.layout(params).unpack(mixed, like=params), DelayedState(state.step + 1, history)
 
     def restart(self, average: PyTree, state: DelayedState) -> DelayedState:
         history = tuple(jnp.broadcast_to(x_P, h_DxP.shape) for x_P, h_DxP in zip(self._vectors(average), state.history))
@@ -89,15 +89,15 @@ class Delayed(Gossip, name="delayed"):
         """Return what this worker sends instead of its parameters."""
         if not self.delay:
             return vectors
-        tau = jnp.minimum(self._tau(state.count), state.count)
-        at = (state.count - tau) % self.delay
+        tau = jnp.minimum(self._tau(state.step), state.step)
+        at = (state.step - tau) % self.delay
         return [jnp.where(tau == 0, x_P, h_DxP[at]) for x_P, h_DxP in zip(vectors, state.history, strict=True)]
 
-    def _tau(self, count: jax.Array) -> jax.Array:
+    def _tau(self, step: jax.Array) -> jax.Array:
         """Return this worker's delay, 0 … D."""
         if self.draw == "constant":
             return jnp.int32(self.delay)
-        when = jnp.uint32(0) if self.fixed else count.astype(jnp.uint32) + 1
+        when = jnp.uint32(0) if self.fixed else step.astype(jnp.uint32) + 1
         worker = noise.mix(self.channel.axis.index.astype(jnp.uint32), jnp.uint32(self.channel.seed % 2**32))
         u = noise.uniform((), (when, worker))
         drawn = u * (self.delay + 1) if self.draw == "uniform" else -jnp.log2(1 - u)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.sparse import csgraph
 
 from decjax import buckets
 from decjax.gossip.mixer import Gossip, Pairs
@@ -153,19 +154,13 @@ def _union(topology: Topology) -> np.ndarray:
     return np.any(_edges(topology), axis=0)
 
 
-def _is_connected(edges_NxN: np.ndarray) -> bool:
-    return bool((_distances(edges_NxN) >= 0).all())
-
-
 def _distances(edges_NxN: np.ndarray) -> np.ndarray:
-    """Return the number of edges on the shortest path from worker i to j, [N, N]; −1 if there is none."""
-    n = len(edges_NxN)
-    distance_NxN, reached_NxN = np.where(np.eye(n, dtype=bool), 0, -1), np.eye(n, dtype=bool)
-    for hops in range(1, n):
-        next_NxN = (reached_NxN.astype(np.float32) @ edges_NxN) > 0
-        distance_NxN[next_NxN & ~reached_NxN] = hops
-        reached_NxN |= next_NxN
-    return distance_NxN
+    """Return the number of edges on the shortest path from worker i to j, [N, N]; infinity if there is none."""
+    return csgraph.shortest_path(edges_NxN, unweighted=True)
+
+
+def _is_connected(edges_NxN: np.ndarray) -> bool:
+    return bool(np.isfinite(_distances(edges_NxN)).all())
 
 
 def _tree(edges_NxN: np.ndarray) -> Tree:
@@ -181,7 +176,7 @@ def _tree(edges_NxN: np.ndarray) -> Tree:
     for a, b in links:
         tree_NxN[a, b] = tree_NxN[b, a] = True
     distance_NxN = _distances(tree_NxN)
-    counts = np.zeros((max(1, distance_NxN.max()), len(matchings), n), np.int32)
+    counts = np.zeros((max(1, int(distance_NxN.max())), len(matchings), n), np.int32)
     for m, pairs in enumerate(matchings):
         for source, target in pairs:
             behind_N = distance_NxN[source] < distance_NxN[target]  # The workers that are nearer to the source.

@@ -7,29 +7,13 @@ random walk.
 from decjax.reduce.coded import CodedMean as coded
 from decjax.reduce.coded import CodedState
 from decjax.reduce.coded import Demo as demo
-from decjax.reduce.one_sided import OneSided as powersgd_one_sided
-from decjax.reduce.one_sided import OneSidedState
-from decjax.reduce.powersgd import PowerSGD as powersgd
-from decjax.reduce.powersgd import PowerSGDState
+from decjax.reduce.low_rank import Dion as dion
+from decjax.reduce.low_rank import OneSided as powersgd_one_sided
+from decjax.reduce.low_rank import OneSidedState, PowerSGDState
+from decjax.reduce.low_rank import PowerSGD as powersgd
 from decjax.reduce.reducer import BEFORE, SILENT, Hook, Reducer, WrappedReducer, due_phase, every, first_stages, start_at
 from decjax.reduce.reducer import Mean as mean
 
-__all__ = [
-    "BEFORE",
-    "CodedState",
-    "Hook",
-    "SILENT",
-    "OneSidedState",
-    "PowerSGDState",
-    "Reducer",
-    "WrappedReducer",
-    "coded",
-    "demo",
-    "due_phase",
-    "every",
-    "first_stages",
-    "mean",
-    "powersgd",
-    "powersgd_one_sided",
-    "start_at",
-]
+__all__ = ["Reducer", "WrappedReducer", "Hook", "BEFORE", "SILENT", "due_phase"]
+__all__ += ["mean", "coded", "demo", "dion", "powersgd", "powersgd_one_sided"]
+__all__ += ["every", "first_stages", "start_at", "CodedState", "OneSidedState", "PowerSGDState"]

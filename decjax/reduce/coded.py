@@ -26,12 +26,12 @@ class CodedState(NamedTuple):
     Attributes:
         worker: the `messages.Side` of this worker's own messages.
         owner: in form "shards" the `messages.Side` of the means that this worker sends on; else ().
-        count: int32 scalar, steps so far, by which random codecs draw.
+        step: int32 scalar, steps so far, by which random codecs draw.
     """
 
     worker: messages.Side
     owner: PyTree
-    count: jax.Array
+    step: jax.Array
 
 
 class CodedMean(Reducer, name="codec"):
@@ -51,7 +51,6 @@ class CodedMean(Reducer, name="codec"):
     "gather".
 
     Attributes:
-        channel: how gradients travel.
         codec: C, with messages of a fixed size. If there is a memory, an unbiased codec is made contractive.
         form: "gather", "shards", or "auto" for the one that sends less.
         error: the memory of what messages lose: "residual", "momentum", "ef21" or "none", see `codecs.feedback`; or a factory of one.
@@ -126,7 +125,7 @@ class CodedMean(Reducer, name="codec"):
     def reduce(self, grads, state: CodedState, phase=0):
         layout, axis = self._due_layout(grads), self.channel.axis
         arrays = layout.pack(grads, wide=True)
-        key = self.channel.key(state.count)
+        key = self.channel.key(state.step)
 
         def is_finite(own):
             return codecs.finite((arrays, own)).astype(jnp.uint8)
@@ -139,8 +138,8 @@ class CodedMean(Reducer, name="codec"):
             averages, worker, finite_N = messages.gathered(self._ends, arrays, state.worker, key, is_finite, axis)
             owner = ()
         finite = (finite_N == 1).all() & codecs.finite(averages)
-        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), CodedState(worker, owner, state.count), state)
-        return layout.unpack([jnp.where(finite, x, jnp.nan) for x in averages], grads), new._replace(count=state.count + 1)
+        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), CodedState(worker, owner, state.step), state)
+        return layout.unpack([jnp.where(finite, x, jnp.nan) for x in averages], grads), new._replace(step=state.step + 1)
 
     def num_bytes(self, params, num_workers, phase=0):
         sent = self._sent_bytes(params, num_workers)
@@ -160,15 +159,6 @@ class Demo(CodedMean, name="demo"):
     """DeMo: the average of the largest cosine coefficients of a momentum; use an optimizer that takes the sign of it.
 
     `CodedMean` with the defaults of Peng et al. 2024, arXiv 2411.19870.
-
-    Attributes:
-        channel: how gradients travel.
-        codec: C, with messages of a fixed size. If there is a memory, an unbiased codec is made contractive.
-        form: "gather", "shards", or "auto" for the one that sends less; see `decjax.reduce.messages`.
-        error: the memory of what messages lose: "residual", "momentum", "ef21" or "none", see `codecs.feedback`; or a factory of one.
-        decay: β, for "residual".
-        momentum: for "momentum" and "ef21".
-        storage: codec that the memory is stored with; None: in full precision.
     """
 
     optimizer = "sign"

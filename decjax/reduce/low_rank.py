@@ -1,9 +1,9 @@
-"""What reducers of low rank share: their options, matrices and factors, and means of many small matrices."""
+"""Reducers that send thin factors of matrices: PowerSGD, its form in iterations of one side, and Dion."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import functools
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ import numpy as np
 
 from decjax import buckets, codecs, mesh, noise
 from decjax.codecs.codec import dot
-from decjax.options import Positive, Range
-from decjax.reduce.reducer import Reducer
+from decjax.options import Count, Decay, Positive, Range
+from decjax.reduce import matrices
+from decjax.reduce.reducer import Mean, Reducer
 from decjax.typing import DType, PyTree, Shape
 
 Rank = Annotated[int, Range(1, 2**14)]
@@ -31,7 +32,7 @@ class Plan(NamedTuple):
 
     matrices: dict[int, tuple[int, int, int]]
     dense: tuple[int, ...]
-    dtype: Any
+    dtype: DType
 
 
 class Factored(Reducer):
@@ -78,6 +79,12 @@ class Factored(Reducer):
         dtype = jnp.result_type(jnp.float32, *(leaves[i].dtype for i in floating))
         return Plan(matrices, tuple(i for i in floating if i not in matrices), dtype)
 
+    def _targets(self, grads: PyTree, error: tuple[jax.Array, ...]) -> tuple[Plan, list[jax.Array], list[jax.Array]]:
+        """Return the plan, the matrices G_i + e_i, and the other arrays, all in the type of the arithmetic."""
+        plan, leaves = self._plan(grads), jax.tree.leaves(grads)
+        targets = [leaves[i].reshape(I, J).astype(plan.dtype) + e for (i, (I, J, _)), e in zip(plan.matrices.items(), error)]
+        return plan, targets, [leaves[i].astype(plan.dtype) for i in plan.dense]
+
     def _first(self, shape: Shape, position: int, dtype: DType) -> jax.Array:
         return first_factor(shape, self.channel.seed, position, dtype)
 
@@ -95,12 +102,24 @@ def first_factor(shape: Shape, seed: int, i: int, dtype: DType) -> jax.Array:
     return 2 * noise.uniform(shape, (jnp.uint32(seed % 2**32), jnp.uint32(i))).astype(dtype) - 1
 
 
+def replaced(tree: PyTree, positions: Iterable[int], arrays: Iterable[jax.Array]) -> PyTree:
+    """Return a tree with the leaves at some positions replaced by arrays, in the shapes and types of the leaves."""
+    leaves, treedef = jax.tree.flatten(tree)
+    for i, x in zip(positions, arrays):
+        leaves[i] = x.reshape(leaves[i].shape).astype(leaves[i].dtype)
+    return treedef.unflatten(leaves)
+
+
+def all_finite(arrays: Iterable[jax.Array]) -> jax.Array:
+    """Return whether all values are finite; equal on all workers for means."""
+    return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
+
+
 def product(p_IxR: jax.Array, q_RxJ: jax.Array) -> jax.Array:
     """Return the matrix P Q; for few columns a sum of outer products, which the compiler fuses with what uses it."""
     if len(q_RxJ) > FEW_COLUMNS:
         return dot(p_IxR, q_RxJ)
-    total: Any = sum(p_I[:, None] * q_J[None] for p_I, q_J in zip(p_IxR.T, q_RxJ))
-    return total
+    return jnp.asarray(sum(p_I[:, None] * q_J[None] for p_I, q_J in zip(p_IxR.T, q_RxJ)))
 
 
 def means(arrays: list[jax.Array], axis: mesh.Axis, wire_dtype: DType | None = None) -> list[jax.Array]:
@@ -135,3 +154,269 @@ def orthogonalized(bases: list[jax.Array]) -> list[jax.Array]:
 def unit(q_JxR: jax.Array) -> jax.Array:
     """Return the matrix with columns scaled to length one."""
     return q_JxR / jnp.linalg.norm(q_JxR, axis=0, keepdims=True)
+
+
+class PowerSGDState(NamedTuple):
+    """State of `PowerSGD`; one entry for each array that is compressed, in the order of the tree's leaves.
+
+    Attributes:
+        error: e_IxJ, what this worker has not sent.
+        factor: q_JxR, the same on all workers.
+    """
+
+    error: tuple[jax.Array, ...]
+    factor: tuple[jax.Array, ...]
+
+
+class PowerSGD(Factored, name="powersgd"):
+    """PowerSGD: the mean of rank-R approximations of the gradients, with error feedback.
+
+        A_i = G_i + e_i;     P = orth( (1/N) Σ_i A_i Q );     Q_i = A_iᵀ P;     Q = (1/N) Σ_i Q_i
+        averaged = P Qᵀ;     e_i = A_i − P Q_iᵀ
+
+    G_i is a worker's gradient, e_i its error, Q the last step's factor, the same on all workers. Arrays of two or more dimensions are
+    seen as matrices I×J, cut where I + J is least; others, and those that would not get smaller, are averaged uncompressed, in one
+    message with all P. A worker sends 2(N−1)/N · (I + J)R values of a matrix instead of 2(N−1)/N · IJ, in two collectives per step.
+    Each worker keeps what it did not send, Σ sent + e = Σ G, so errors stay bounded. (PyTorch's hook keeps A_i − P Qᵀ, which includes
+    the other workers' deviations and grows as a random walk.) `init` and `num_bytes` raise ValueError if nothing would be compressed.
+
+    Differences from the paper: columns of Q are normalized before use, which changes no span and keeps products of small gradients
+    from underflowing; a column that is zero compared with the others, and would stay zero for ever, is redrawn.
+
+    Attributes:
+        wire_dtype: floating-point type in which the factors travel, such as "bfloat16"; None: that of the arithmetic. Errors include
+            what the cast of a worker's own Q_i loses, but not the rounding of the mean Q, which is the same on all workers. Narrow
+            values are summed in float32, by all-to-all and all-gather.
+
+    Reference: Vogels et al. 2019, arXiv 1905.13727, algorithms 1 and 2.
+
+    Examples:
+        >>> tx = decjax.synchronize(optax.adamw(1e-3), decjax.reduce.powersgd(rank=4))
+    """
+
+    needs = "matrices"
+    messages = "thin matrices, the rest as it is"
+    memory = "1 copy, thin matrices"
+
+    def init(self, params):
+        matrices, _, dtype = self._plan(params)
+        return PowerSGDState(
+            tuple(jnp.zeros((I, J), dtype) for I, J, _ in matrices.values()),
+            tuple(self._first((J, R), i, dtype) for i, (_, J, R) in matrices.items()),
+        )
+
+    def reduce(self, grads, state: PowerSGDState, phase=0):
+        (matrices, dense, dtype), targets, others = self._targets(grads, state.error)
+        wire = self._wire or dtype
+        factors = [unit(codecs.revived(q, self._first(q.shape, i, q.dtype))) for i, q in zip(matrices, state.factor)]
+        bases, rest = means_with(others, [dot(a, q) for a, q in zip(targets, factors)], self.channel.axis, wire)
+        received = [*bases, *rest]
+        bases = orthogonalized(bases)
+        # PᵀA rather than AᵀP: compilers for CPUs transpose large matrices slowly.
+        own = [dot(p.T, a).astype(wire).astype(dtype) for p, a in zip(bases, targets)]
+        columns = means(own, self.channel.axis, wire)
+        finite = all_finite((*received, *columns))
+        products = [product(jnp.where(finite, p, jnp.nan), q) for p, q in zip(bases, columns)]
+        averaged = replaced(grads, (*matrices, *dense), (*products, *rest))
+        error = tuple(jnp.where(finite, a - product(p, q), e) for a, p, q, e in zip(targets, bases, own, state.error))
+        factor = tuple(jnp.where(finite, q.T, old) for q, old in zip(columns, state.factor))
+        return averaged, PowerSGDState(error, factor)
+
+    def num_bytes(self, params, num_workers, phase=0):
+        return self._message_bytes(params, num_workers, [0, 1])
+
+
+class OneSidedState(NamedTuple):
+    """State of `OneSided`; one entry for each array that is compressed, in the order of the tree's leaves.
+
+    Attributes:
+        error: e_IxJ, what this worker has not sent.
+        rows, columns: the last factors p_IxR and q_JxR, the same on all workers.
+    """
+
+    error: tuple[jax.Array, ...]
+    rows: tuple[jax.Array, ...]
+    columns: tuple[jax.Array, ...]
+
+
+class OneSided(Factored, name="powersgd_one_sided"):
+    """PowerSGD whose K iterations each send one factor and go on with what is left, from the two sides of the matrices in turns.
+
+        A_i = G_i + e_i, Y = 0;  then K times, of the two lines in turns:
+            Q̂ = orth(Q);   P_i = A_i Q̂;     P = (1/N) Σ_i P_i;   Y ← Y + P Q̂ᵀ;   A_i ← A_i − P_i Q̂ᵀ
+            P̂ = orth(P);   Q_i = A_iᵀ P̂;    Q = (1/N) Σ_i Q_i;   Y ← Y + P̂ Qᵀ;   A_i ← A_i − P̂ Q_iᵀ
+        averaged = Y;     e_i = A_i
+
+    Symbols are those of `powersgd`. With K = 2 a step sends as many bytes as there, and both messages carry values, where
+    PowerSGD's first one only finds the basis of the second: where singular values fall fast, less is left unsent. With K = 1 a
+    step sends half of that, with K odd the next step starts with the other side. A worker sends 2(N−1)/N · R values for each row,
+    and for each column, of a matrix and iteration of that side, in K collectives per step.
+
+    Attributes:
+        iterations: K.
+
+    Reference: the form of the library of PowerSGD's authors (`powersgd` on PyPI, num_iters_per_step); Vogels et al. 2019, arXiv
+    1905.13727, for the method.
+    """
+
+    needs = "matrices"
+    messages = "a thin matrix for each iteration, the rest as it is"
+    memory = "1 copy, thin matrices"
+
+    iterations: Count = 2
+
+    @property
+    def phases(self):
+        return range(1 + self.iterations % 2)
+
+    def phase(self, step):
+        return step % len(self.phases)
+
+    def _turns(self, phase: int | None) -> range:
+        return range((phase or 0) * self.iterations, ((phase or 0) + 1) * self.iterations)
+
+    def _fresh(self, shape: Shape, i: int, side: int, dtype: DType) -> jax.Array:
+        return self._first(shape, 2 * i + side, dtype)
+
+    def init(self, params):
+        matrices, _, dtype = self._plan(params)
+        factors = [tuple(self._fresh((view[side], view[2]), i, side, dtype) for i, view in matrices.items()) for side in (0, 1)]
+        return OneSidedState(tuple(jnp.zeros(view[:2], dtype) for view in matrices.values()), *factors)
+
+    def reduce(self, grads, state: OneSidedState, phase=0):
+        plan, left, unsent = self._targets(grads, state.error)
+        sent, factors = [jnp.zeros_like(a) for a in left], [state.rows, state.columns]
+        rest, received = [], []
+        for turn in self._turns(phase):
+            side = (turn + 1) % 2  # of the basis: columns first
+            bases, own = self._project(plan, left, factors[side], side)
+            averages, others = means_with(unsent, own, self.channel.axis, self._wire or plan.dtype)
+            left = [a - _spread(x, basis, side) for a, x, basis in zip(left, own, bases)]
+            sent = [y + _spread(x, basis, side) for y, x, basis in zip(sent, averages, bases)]
+            factors[1 - side], rest, unsent = tuple(averages), rest + others, []
+            received += averages + others
+        finite = all_finite(received)
+        averaged = replaced(grads, (*plan.matrices, *plan.dense), (*(jnp.where(finite, y, jnp.nan) for y in sent), *rest))
+        new = OneSidedState(tuple(left), *factors)
+        return averaged, jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+
+    def _project(
+        self, plan: Plan, left: list[jax.Array], factors: tuple[jax.Array, ...], side: int
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the bases of a side that the last factors span, and this worker's matrices projected on them, as they will travel."""
+        fresh = [self._fresh(factor.shape, i, side, factor.dtype) for i, factor in zip(plan.matrices, factors)]
+        bases = orthogonalized([unit(codecs.revived(q, new)) for q, new in zip(factors, fresh)])
+        # (BᵀA)ᵀ rather than AᵀB: compilers for CPUs transpose large matrices slowly.
+        own = [dot(a, basis) if side else dot(basis.T, a).T for a, basis in zip(left, bases)]
+        return bases, [x.astype(self._wire or plan.dtype).astype(plan.dtype) for x in own]
+
+    def num_bytes(self, params, num_workers, phase=0):
+        return self._message_bytes(params, num_workers, [turn % 2 for turn in self._turns(phase)])
+
+
+def _spread(factor: jax.Array, basis: jax.Array, side: int) -> jax.Array:
+    """Return the matrix of a factor and the basis of the columns (side 1) or rows (side 0)."""
+    return product(factor, basis.T) if side else product(basis, factor.T)
+
+
+class DionState(NamedTuple):
+    """State of `Dion`; one entry for each array that is a matrix or a stack of L matrices I×J, in the order of the tree's leaves.
+
+    Attributes:
+        momentum: M_i, [L, I, J], of this worker.
+        factor: Q, [L, J, R], the same on all workers.
+    """
+
+    momentum: tuple[jax.Array, ...]
+    factor: tuple[jax.Array, ...]
+
+
+class Dion(Reducer, name="dion"):
+    """Dion: for matrices an orthonormal update of rank R, of which only the factors are averaged; use optimizer "dion".
+
+        B_i = M_i + G_i;     P = orth( (1/N) Σ_i B_i Q );     R_i = B_iᵀ P;     R = (1/N) Σ_i R_i
+        M_i = B_i − (1 − μ) P R_iᵀ;     Q = R with columns of length one;     averaged = sqrt(J/I) P Qᵀ
+
+    A matrix I×J has its outputs in its last axis. M_i is both momentum and memory: what the rank leaves out stays in it, and what is
+    sent decays by μ. Momenta of workers differ, and their mean is that of one worker with the mean gradient, so the update is too.
+    (With P Rᵀ instead of P R_iᵀ the mean is the same, and each worker's deviation from it would be a random walk.)
+
+    A worker sends 2(N−1)/N · (I + J)R values of a matrix instead of 2(N−1)/N · IJ, and everything else uncompressed.
+
+    Attributes:
+        channel: how gradients travel; its seed determines the first Q.
+        rank: R; for a matrix with a smaller side, that side.
+        momentum: μ.
+        rest: names, between bars; arrays with one of them in their path are averaged, and so are vectors.
+
+    Reference: Ahn et al. 2025, arXiv 2504.05295, algorithm 1, with the exchange of its data-parallel form.
+    """
+
+    optimizer = "dion"
+    needs = "matrices, optimizer dion"
+    messages = "two thin matrices, the rest as it is"
+    memory = "1 copy of the matrices, thin matrices"
+    source = "arXiv 2504.05295"
+
+    rank: Rank = 16
+    momentum: Decay = 0.95
+    rest: str = matrices.REST
+
+    def _plan(self, tree: PyTree) -> tuple[dict[int, tuple[int, int, int]], DType]:
+        """Return (stacks of matrices by position, dtype of the arithmetic); ValueError if there is no matrix."""
+        buckets.check(tree)
+        found, leaves = matrices.stacks(tree, self.rest), jax.tree.leaves(tree)
+        if not found:
+            raise ValueError(f"{self} updates matrices, and the parameters have none; use reducer 'mean'")
+        return found, jnp.result_type(jnp.float32, *(leaves[i].dtype for i in found))
+
+    @functools.cached_property
+    def _mean(self) -> Mean:
+        return Mean(self.channel)
+
+    def _fresh(self, shape: Shape, position: int, dtype: DType) -> jax.Array:
+        return first_factor(shape, self.channel.seed, position, dtype)
+
+    def init(self, params):
+        plan, dtype = self._plan(params)
+        return DionState(
+            tuple(jnp.zeros(stack, dtype) for stack in plan.values()),
+            tuple(self._fresh((L, J, min(self.rank, I, J)), i, dtype) for i, (L, I, J) in plan.items()),
+        )
+
+    def reduce(self, grads, state: DionState, phase=0):
+        leaves, treedef = jax.tree.flatten(grads)
+        plan, dtype = self._plan(grads)
+        others = [leaf for i, leaf in enumerate(leaves) if i not in plan]
+        sums = [leaves[i].reshape(stack).astype(dtype) + m for (i, stack), m in zip(plan.items(), state.momentum)]
+        first = [dot(b, q) for b, q in zip(sums, state.factor)]
+        (bases, others), _ = self._mean.reduce((first, others), ())
+        bases = [jnp.linalg.qr(p)[0] for p in bases]
+        own = [dot(b.mT, p) for b, p in zip(sums, bases)]
+        means, _ = self._mean.reduce(own, ())
+
+        # Equal on all workers, since it is computed from means.
+        finite = codecs.finite((bases, means, [x for x in others if jnp.issubdtype(x.dtype, jnp.floating)]))
+        factors = tuple(self._unit(r, i) for i, r in zip(plan, means))
+        for i, p, q in zip(plan, bases, factors):
+            _, I, J = plan[i]
+            leaves[i] = ((J / I) ** 0.5 * dot(jnp.where(finite, p, jnp.nan), q.mT)).reshape(leaves[i].shape).astype(leaves[i].dtype)
+        for i, mean in zip((i for i in range(len(leaves)) if i not in plan), others):
+            leaves[i] = mean if jnp.issubdtype(mean.dtype, jnp.integer) else jnp.where(finite, mean, jnp.nan)
+        momenta = tuple(b - (1 - self.momentum) * dot(p, r.mT) for b, p, r in zip(sums, bases, own))
+        new = DionState(momenta, factors)
+        return treedef.unflatten(leaves), jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
+
+    def _unit(self, r_LxJxR: jax.Array, position: int) -> jax.Array:
+        """Return the matrices with columns of length one; columns that are zero are redrawn."""
+        fresh = self._fresh(r_LxJxR.shape, position, r_LxJxR.dtype)
+        revived = jax.vmap(codecs.revived)(r_LxJxR, fresh)
+        return revived / jnp.linalg.norm(revived, axis=1, keepdims=True)
+
+    def num_bytes(self, params, num_workers, phase=0):
+        plan, dtype = self._plan(params)
+        shapes = [(L, I, J, min(self.rank, I, J)) for L, I, J in plan.values()]
+        first = [jax.ShapeDtypeStruct((L, I, R), dtype) for L, I, _, R in shapes]
+        second = [jax.ShapeDtypeStruct((L, J, R), dtype) for L, _, J, R in shapes]
+        others = [leaf for i, leaf in enumerate(jax.tree.leaves(params)) if i not in plan]
+        return self._mean.num_bytes((first, others), num_workers) + self._mean.num_bytes(second, num_workers)

@@ -83,8 +83,14 @@ class WrappedReducer(Reducer):
 
     init = of_field("reducer.init")
     phase = of_field("reducer.phase")
-    phases = of_field("reducer.phases")
-    usage = of_field("reducer.usage")
+
+    @property
+    def phases(self):
+        return self.reducer.phases
+
+    @property
+    def usage(self):
+        return self.reducer.usage
 
     def reduce(self, grads, state, phase=None):
         return self.reducer.reduce(grads, state, self._due(phase))
