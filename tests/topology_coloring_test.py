@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from decjax import topology as tp
-from decjax.topology import coloring, matcha
+from decjax.topology import coloring, random_graphs
 
 
 @hypothesis.settings(max_examples=200, deadline=None)
@@ -66,7 +66,7 @@ def test_matcha_spends_its_budget_where_it_connects():
             L_NxN[i, j] -= 1
             L_NxN[j, i] -= 1
         laplacians.append(L_NxN)
-    p = matcha.activation_probabilities(np.array(laplacians), budget=0.4)
+    p = random_graphs.activation_probabilities(np.array(laplacians), budget=0.4)
     assert p.mean() == pytest.approx(0.4, abs=1e-9) and (p >= 0).all() and (p <= 1).all()
     with_bridge = [bool({bridge, bridge[::-1]} & set(pairing)) for pairing in pairings].index(True)
     assert p[with_bridge] > 0.4 + 1e-3
@@ -78,7 +78,7 @@ def test_matcha_spends_its_budget_where_it_connects():
     others = [q for q in rng.dirichlet(np.ones(len(p)), 500) * 0.4 * len(p) if q.max() <= 1]
     assert connectivity(p) >= max(connectivity(q) for q in others) - 1e-3
 
-    alpha = matcha.mixing_weight(np.array(laplacians), p)
+    alpha = random_graphs.mixing_weight(np.array(laplacians), p)
     active = np.array(list(itertools.product([0, 1], repeat=len(p))))
     chance = np.prod(np.where(active, p, 1 - p), axis=1)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from decjax import topology as tp
-from decjax.topology import base_k
+from decjax.topology import graphs
 from tests.graphs import SIZES, assert_same_rounds, directed_reference, matching_reference
 
 
@@ -230,7 +230,7 @@ def test_base_k_takes_the_shorter_construction_and_of_equally_short_ones_that_of
 @pytest.mark.parametrize("n", range(2, 65))
 def test_base_k_never_sends_more_than_either_of_its_constructions(n):
     for k in range(1, 5):
-        found, simple = base_k.base_graph(n, k), base_k._simple_base(range(n), k)
+        found, simple = graphs.base_graph(n, k), graphs._simple_base(range(n), k)
         assert len(found) <= len(simple)
         if len(found) == len(simple):
             assert sum(map(len, found)) <= sum(map(len, simple))

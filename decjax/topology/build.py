@@ -16,7 +16,7 @@ Random graphs depend on (size, options, seed) alone, and are redrawn until repea
 from collections.abc import Callable, Iterable, Mapping
 import functools
 import inspect
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -46,12 +46,11 @@ def require(holds: bool, problem: str) -> None:
         raise Unfit(problem)
 
 
-def register(name: str, **traits: Any) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
+def register(name: str, **traits: str | bool) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
     """Register a builder of rounds as a topology; a decorator that returns the builder."""
 
     def enter(builder):
-        @functools.wraps(builder)
-        def factory(num_workers, **options):
+        def built(num_workers: int, **options: object) -> schedule.Topology:
             try:
                 rounds = builder(num_workers, **options) if num_workers > 1 else [schedule.Round((1.0,))]
             except Unfit as error:
@@ -59,8 +58,8 @@ def register(name: str, **traits: Any) -> Callable[[Callable[..., Rounds]], Call
             return schedule.Topology(name, int(num_workers), tuple(rounds))
 
         size, *options = inspect.signature(builder).parameters.values()
-        signature = inspect.Signature([size.replace(name="num_workers"), *options], return_annotation=schedule.Topology)
-        factory.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+        factory = functools.update_wrapper(built, builder)
+        vars(factory)["__signature__"] = inspect.Signature([size.replace(name="num_workers"), *options])
         registry.register("topology", name, **traits)(factory)
         return builder
 
@@ -78,7 +77,7 @@ def options(name: str) -> dict[str, object]:
 
 
 @functools.partial(checked, called="topology.make")
-def make(name: str, num_workers: int, /, **options: Any) -> schedule.Topology:
+def make(name: str, num_workers: int, /, **options: object) -> schedule.Topology:
     """Return the topology of a name for N workers.
 
     Args:

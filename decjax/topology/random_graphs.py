@@ -8,7 +8,7 @@ import numpy as np
 
 from decjax import registry
 from decjax.options import Count, Seed, Share
-from decjax.topology import build, coloring, matcha, schedule
+from decjax.topology import build, coloring, schedule
 from decjax.topology.build import Period, Workers
 
 
@@ -51,8 +51,9 @@ def _random_matching(n: Workers, rounds: Period | None = None, seed: Seed = 0) -
 def _matcha(n: Workers, base: str = "ring", budget: Share = 0.5, rounds: Period | None = None, seed: Seed = 0) -> build.Rounds:
     """MATCHA: a base graph is split into matchings, of which a random subset is active in each round.
 
-    The probabilities p_j maximize the algebraic connectivity λ2(Σ p_j L_j) of the expected graph, and a round is W = I − α Σ_active L_j
-    with the α that minimizes ‖E[WᵀW] − J/n‖. The sequence is drawn once and repeats. Differences from the paper: α is at most 1/Δ, so
+    A round is W = I − α Σ_active L_j, where matching j with Laplacian L_j is active with probability p_j, independently. The p_j
+    maximize the algebraic connectivity λ2(Σ p_j L_j) of the expected graph, and α minimizes ‖E[WᵀW] − J/n‖. The sequence is drawn
+    once and repeats. Differences from the paper: α is at most 1/Δ, so
     that weights stay nonnegative, and probabilities come from projected supergradient ascent.
 
     Args:
@@ -61,7 +62,7 @@ def _matcha(n: Workers, base: str = "ring", budget: Share = 0.5, rounds: Period 
         rounds: number of rounds until the schedule repeats; None: 2⌈log2 n⌉.
         seed: of the random draws.
 
-    Reference: Wang et al. 2019, arXiv 1905.09435.
+    Reference: Wang et al. 2019, "MATCHA: speeding up decentralized SGD via matching decomposition sampling", arXiv 1905.09435.
     """
     rounds, rng = build.num_rounds(n, rounds), np.random.default_rng(seed)
     traits = registry.part("topology", registry.parse("topology", base)[0]).traits
@@ -72,8 +73,8 @@ def _matcha(n: Workers, base: str = "ring", budget: Share = 0.5, rounds: Period 
     edges = [(int(i), int(j)) for i, j in np.argwhere(np.triu(build.make(base, n).matrix(0), 1))]
     pairings = coloring.matchings(edges, n)
     laplacians_MxNxN = np.array([np.eye(n) - np.eye(n)[build.swap(n, pairing)] for pairing in pairings])
-    probabilities = matcha.activation_probabilities(laplacians_MxNxN, budget)
-    alpha = matcha.mixing_weight(laplacians_MxNxN, probabilities)
+    probabilities = activation_probabilities(laplacians_MxNxN, budget)
+    alpha = mixing_weight(laplacians_MxNxN, probabilities)
 
     def draw_round():
         active = itertools.compress(pairings, rng.random(len(pairings)) < probabilities)
@@ -84,6 +85,52 @@ def _matcha(n: Workers, base: str = "ring", budget: Share = 0.5, rounds: Period 
         lambda: [draw_round() for _ in range(rounds)],
         f"cannot connect {n} workers over base={base!r} in rounds={rounds} with budget={budget:g}; raise rounds or budget",
     )
+
+
+def activation_probabilities(laplacians_MxNxN: np.ndarray, budget: float) -> np.ndarray:
+    """Return the p that maximizes λ2(Σ p_j L_j) over 0 <= p_j <= 1 with mean(p) = budget, [M].
+
+    λ2 is concave in p; projected supergradient ascent starts from equal probabilities, stops when it gains nothing for a while, and
+    the best iterate is returned. Where all matchings are equally useful (a ring, a torus) that is the first.
+    """
+    num_steps, patience = 200, 25
+    p = np.full(len(laplacians_MxNxN), budget)
+    best, best_value, best_step = p, -1.0, 0
+    for step in range(num_steps):
+        values, vectors_NxN = np.linalg.eigh(np.tensordot(p, laplacians_MxNxN, 1))
+        if values[1] > best_value + 1e-9:  # equal probabilities stay unless something is really better
+            best, best_value, best_step = p, values[1], step
+        if step - best_step == patience:
+            break
+        fiedler = vectors_NxN[:, 1]
+        gradient = np.einsum("mij,i,j->m", laplacians_MxNxN, fiedler, fiedler)
+        p = p + gradient / (np.linalg.norm(gradient) + 1e-12) / math.sqrt(num_steps * (step + 1))
+        # Project: subtract the number after which clipping to [0, 1] meets the budget. The mean after clipping is piecewise linear in
+        # that number, with kinks where an entry reaches 0 or 1.
+        kinks = np.sort(np.concatenate([p - 1.0, p]))
+        means = np.clip(p - kinks[:, None], 0.0, 1.0).mean(axis=1)
+        p = np.clip(p - np.interp(-budget, -means, kinks), 0.0, 1.0)
+    return best
+
+
+def mixing_weight(laplacians_MxNxN: np.ndarray, p: np.ndarray) -> float:
+    """Return the α in (0, 1/Δ) that minimizes ‖E[WᵀW] − J/n‖ = ‖I − 2α L̄ + α² (L̄² + 2 Σ p(1−p) L_j) − J/n‖.
+
+    (A matching has L_j² = 2 L_j, and matchings are independent.) The norm is convex in α: ternary search.
+    """
+    n = laplacians_MxNxN.shape[1]
+    mean_NxN = np.tensordot(p, laplacians_MxNxN, 1)
+    square_NxN = mean_NxN @ mean_NxN + 2.0 * np.tensordot(p * (1.0 - p), laplacians_MxNxN, 1)
+
+    def rho(alpha):
+        M_NxN = np.eye(n) - 2.0 * alpha * mean_NxN + alpha**2 * square_NxN - 1.0 / n
+        return np.abs(np.linalg.eigvalsh(M_NxN)).max()
+
+    low, high = 0.0, 1.0 / laplacians_MxNxN.sum(axis=0).diagonal().max()
+    for _ in range(30):
+        left, right = low + (high - low) / 3.0, high - (high - low) / 3.0
+        low, high = (low, right) if rho(left) <= rho(right) else (left, high)
+    return low
 
 
 @build.register("random_digraph", directed=True, static=True)
@@ -124,7 +171,7 @@ def _erdos_renyi_digraph(n: Workers, p: Share | None = None, seed: Seed = 0) -> 
         return [schedule.round_from_matrix(A_NxN / A_NxN.sum(axis=0))]
 
     problem = f"found no strongly connected digraph of {n} workers with p={p:.3g}; raise p above ln(n)/n = {np.log(n) / n:.2g}"
-    return build.first_mixing(draw, f"topology 'erdos_renyi_digraph' {problem}")
+    return build.first_mixing(draw, problem)
 
 
 # -- EquiTopo ---------------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """Mixing rounds and topologies: how a stochastic matrix is executed as messages, and how well it mixes.
 
 Any stochastic matrix can be written as a `Round`: its nonzeros outside the diagonal are the edges of a bipartite graph (senders,
-receivers), which always has an edge coloring with as many colors as the largest degree (Kőnig). So `from_matrices` needs no more
-permutations than the busiest worker sends or receives messages.
+receivers), which always has an edge coloring with as many colors as the largest degree (Kőnig).
 """
 
 from collections.abc import Iterable, Sequence
@@ -86,11 +85,11 @@ class Round:
         return np.kron(W_nodes, np.full((self.group_size, self.group_size), 1.0 / self.group_size))
 
     def row_sums(self) -> np.ndarray:
-        """Return the row sums of W_nodes, [num_nodes]: if all are one, workers with equal parameters keep them."""
+        """Return the row sums of W_nodes, [num_nodes]."""
         return np.array([self.self_weights, *(shift.weights for shift in self.shifts)], np.float64).sum(axis=0)
 
     def column_sums(self) -> np.ndarray:
-        """Return the column sums of W_nodes, [num_nodes]: if all are one, the mean over workers is preserved."""
+        """Return the column sums of W_nodes, [num_nodes]."""
         sums = np.array(self.self_weights, np.float64)
         for shift in self.shifts:
             for source, target in shift.pairs:
