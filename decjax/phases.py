@@ -1,17 +1,32 @@
 """Checks that a step has a phase of its mixer or reducer, and was compiled for the schedule of that mixer or reducer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import contextvars
-from typing import Any
+from typing import Any, Protocol
 
 _COMPARED_STEPS = 1000
+
+
+class Schedule(Protocol):
+    """What a mixer or reducer says about its phases."""
+
+    @property
+    def phases(self) -> Sequence[int]:
+        """All values of the phase."""
+        ...
+
+    def phase(self, step: int, /) -> Any:
+        """Return the phase of a step."""
+        ...
+
+
 _compiling: contextvars.ContextVar = contextvars.ContextVar("schedule of the step that is compiled", default=None)
 
 
 @contextlib.contextmanager
-def compiling(schedule: Any) -> Iterator[None]:
-    """Context manager in which steps are compiled for a schedule, an object with `phase` and `phases`."""
+def compiling(schedule: Schedule | None) -> Iterator[None]:
+    """Context manager in which steps are compiled for a schedule."""
     token = _compiling.set(schedule)
     try:
         yield
@@ -19,7 +34,7 @@ def compiling(schedule: Any) -> Iterator[None]:
         _compiling.reset(token)
 
 
-def check(schedule: Any, phase: int | None) -> None:
+def check(schedule: Schedule, phase: int | None) -> None:
     """Raise a ValueError if a schedule does not have a phase, or if `compiling` has another schedule."""
     if phase is None:
         return

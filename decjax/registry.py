@@ -36,6 +36,7 @@ from decjax import options as option_types
 from decjax.options import LARGEST, Range, check_choice, check_range, choices_of, members, range_of, shown, signature_of
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class Kind(NamedTuple):
@@ -227,6 +228,17 @@ class Part:
 def of_field(path: str) -> Any:
     """Return a property that is an attribute of a field, as "codec.name", for parts that wrap another one."""
     return property(operator.attrgetter(path))
+
+
+def delegates(field: str, *names: str) -> Callable[[type[T]], type[T]]:
+    """Return a class decorator by which attributes are those of a field, for parts that wrap another one."""
+
+    def with_attributes(cls):
+        for name in names:
+            setattr(cls, name, of_field(f"{field}.{name}"))
+        return cls
+
+    return with_attributes
 
 
 def _class_traits(cls: type[Part]) -> dict[str, Any]:

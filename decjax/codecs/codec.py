@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from decjax import registry
-from decjax.registry import Requirement, of_field
+from decjax.registry import Requirement, delegates, of_field
 from decjax.typing import DType, PyTree, Shape
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -89,6 +89,7 @@ class Codec(registry.Part, abc.ABC, kind="codec"):
             object.__setattr__(self, name, value)
 
 
+@delegates("codec", "name", "linear", "random", "matrix", "state_key", "static_bytes", "init", "advance", "delta", "omega")
 class WrappedCodec(Codec):
     """Base of codecs that change some methods of another one.
 
@@ -98,22 +99,9 @@ class WrappedCodec(Codec):
 
     codec: Codec
 
-    name = of_field("codec.name")
-    linear = of_field("codec.linear")
-    random = of_field("codec.random")
-    matrix = of_field("codec.matrix")
-    state_key = of_field("codec.state_key")
     encode = of_field("codec.encode")
     decode = of_field("codec.decode")
     num_bytes = of_field("codec.num_bytes")
-    init = of_field("codec.init")
-    advance = of_field("codec.advance")
-    delta = of_field("codec.delta")
-    omega = of_field("codec.omega")
-
-    @property
-    def static_bytes(self):
-        return self.codec.static_bytes
 
 
 class OfValues(Codec):

@@ -28,15 +28,12 @@ def check_exchange(workers: mesh.Workers, topology: Topology, permutations: Perm
     """Test that every round and every permutation of messages delivers known values to the right workers.
 
     Each round mixes the one-hot vectors of the workers' indices, so that row i of W must arrive at worker i. Each permutation sends
-    values of all types that messages have.
+    values of all types that messages have. A RuntimeError names the phase or source, and the worker to which other values arrive.
 
     Args:
         workers: those whose exchanges are tested.
         topology: its rounds are tested.
         permutations: lists of pairs (source, target) of workers, as `Mixer.permutations`; None: those of the topology's shifts.
-
-    Raises:
-        RuntimeError: if other values arrive; it names the phase or the source, and the worker that received them.
     """
     n = workers.num_workers
     if permutations is None:
@@ -62,11 +59,11 @@ def check_exchange(workers: mesh.Workers, topology: Topology, permutations: Perm
 
 
 def check_stage_exchange(workers: mesh.Workers, permutations: Permutations) -> None:
-    """As `check_exchange`, for permutations of messages between the pipeline stages of every worker: pairs (source, target)."""
+    """Test permutations of messages between the pipeline stages of every worker, pairs (source, target), as `check_exchange` does."""
     _check_permutations(workers, permutations, mesh.STAGES, "stage")
 
 
-def _check_permutations(workers, permutations, axis, what: str) -> None:
+def _check_permutations(workers: mesh.Workers, permutations: Permutations, axis: mesh.Axis, what: str) -> None:
     permutations = list(dict.fromkeys(tuple(pairs) for pairs in permutations))
     sizes = (workers.num_workers, workers.stages)[: workers.num_axes]
     bits = np.random.default_rng(0).integers(1, 2**32, (*sizes, 16), np.uint32)

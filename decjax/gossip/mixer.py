@@ -13,7 +13,7 @@ from decjax import buckets, options, phases, registry
 from decjax.channel import Channel
 from decjax.gossip.rounds import common_multiple, step_bytes
 from decjax.options import Count, Fraction, Range
-from decjax.registry import of_field
+from decjax.registry import delegates, of_field
 from decjax.topology import Round, Topology
 from decjax.typing import PyTree
 
@@ -163,6 +163,11 @@ class Gossip(Mixer):
     def num_bytes(self, params: PyTree, phase: int) -> np.ndarray:
         return step_bytes(self.topology, self.due(phase), self.layout(params))
 
+    def mapped(self, fn: Callable[[jax.Array], jax.Array], params: PyTree, wide: bool = False) -> PyTree:
+        """Return parameters with a function applied to each bucket; if `wide`, in the types of its results."""
+        layout = self.layout(params)
+        return layout.unpack([fn(x_P) for x_P in layout.pack(params)], like=params, wide=wide)
+
     def pull_bytes(self, params: PyTree, phase: int) -> np.ndarray:
         """Return the bytes that each worker sends for a pull by `rounds.difference`, [N]; see `Linear`."""
         layout = self.layout(params)
@@ -193,6 +198,9 @@ def mix_due(mixer: Mixer, params: PyTree, state: PyTree, phase: int | None, step
 # -- Wrappers ---------------------------------------------------------------------------------------------------------
 
 
+@delegates(
+    "inner", "phase", "init", "combine", "restart", "settle", "weight", "linear", "usage", "orders", "keeps_mean", "permutations"
+)
 class WrappedMixer(Mixer):
     """Base of mixers that change some members of another one.
 
@@ -202,12 +210,8 @@ class WrappedMixer(Mixer):
 
     inner: Mixer
 
-    phase = of_field("inner.phase")
-    init = of_field("inner.init")
     exchange = of_field("inner.exchange")
-    combine = of_field("inner.combine")
     num_bytes = of_field("inner.num_bytes")
-    restart = of_field("inner.restart")
 
     @property
     def num_workers(self):
@@ -216,34 +220,6 @@ class WrappedMixer(Mixer):
     @property
     def phases(self):
         return self.inner.phases
-
-    @property
-    def settle(self):
-        return self.inner.settle
-
-    @property
-    def weight(self):
-        return self.inner.weight
-
-    @property
-    def linear(self):
-        return self.inner.linear
-
-    @property
-    def usage(self):
-        return self.inner.usage
-
-    @property
-    def orders(self):
-        return self.inner.orders
-
-    @property
-    def keeps_mean(self):
-        return self.inner.keeps_mean
-
-    @property
-    def permutations(self):
-        return self.inner.permutations
 
     def __str__(self) -> str:
         return str(self.inner)

@@ -79,8 +79,7 @@ class Accelerated(Gossip, name="accelerated"):
         return [0] * self.rounds
 
     def exchange(self, params: PyTree, state: PyTree, phase: int) -> tuple[PyTree, PyTree]:
-        layout = self.layout(params)
-        return layout.unpack([self._mixed(x_P) for x_P in layout.pack(params)], like=params), state
+        return self.mapped(self._mixed, params), state
 
     @property
     def linear(self) -> Linear:
@@ -98,8 +97,7 @@ class Accelerated(Gossip, name="accelerated"):
         return self._recursion(x_P.astype(dtype), step).astype(x_P.dtype)
 
     def _pull(self, params: PyTree, phase: int) -> PyTree:
-        layout = self.layout(params)
-        return layout.unpack([self._drawn(x_P) for x_P in layout.pack(params)], like=params, wide=True)
+        return self.mapped(self._drawn, params, wide=True)
 
     def _drawn(self, x_P: jax.Array) -> jax.Array:
         """Return z_R − x, from differences between neighbors."""

@@ -12,7 +12,7 @@ import numpy as np
 from decjax import mesh, options, phases, registry
 from decjax.channel import Channel
 from decjax.options import Count, Natural
-from decjax.registry import of_field
+from decjax.registry import delegates, of_field
 from decjax.typing import PyTree
 
 SILENT = -1
@@ -71,6 +71,7 @@ class Reducer(registry.Part, abc.ABC, kind="reducer"):
         return None
 
 
+@delegates("reducer", "phase", "phases", "usage")
 class WrappedReducer(Reducer):
     """Base of reducers that change some methods of another one.
 
@@ -82,15 +83,6 @@ class WrappedReducer(Reducer):
     reducer: Reducer
 
     init = of_field("reducer.init")
-    phase = of_field("reducer.phase")
-
-    @property
-    def phases(self):
-        return self.reducer.phases
-
-    @property
-    def usage(self):
-        return self.reducer.usage
 
     def reduce(self, grads, state, phase=None):
         return self.reducer.reduce(grads, state, self._due(phase))
@@ -200,18 +192,14 @@ class _StartAt(WrappedReducer):
 
     @property
     def usage(self):
-        return _after_one(self.reducer.usage, lambda state: state[1])
+        counts = self.reducer.usage
+        return counts and (lambda state: jnp.pad(counts(state[1]), (1, 0)))  # Steps before are not counted.
 
     def _number(self, number):
         return number - self.start if number >= self.start else None
 
     def _hook(self, hook):
         return lambda state, loss_N, step: (state[0], hook(state[1], loss_N, step))
-
-
-def _after_one(counts: Callable | None, own_state: Callable[[PyTree], PyTree] = lambda state: state) -> Callable | None:
-    """Return the `usage` of a wrapper that has one more phase, the first, whose steps are not counted."""
-    return counts and (lambda state: jnp.pad(counts(own_state(state)), (1, 0)))
 
 
 def first_stages(
@@ -295,7 +283,8 @@ class _Every(WrappedReducer):
 
     @property
     def usage(self):
-        return _after_one(self.reducer.usage)
+        counts = self.reducer.usage
+        return counts and (lambda state: jnp.pad(counts(state), (1, 0)))  # Silent steps are not counted.
 
     def _number(self, number):
         return None if (number + 1) % self.period else number // self.period

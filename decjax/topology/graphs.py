@@ -1,6 +1,6 @@
 """Named topologies that are not random: functions from the number of workers and options to rounds; see `build`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
@@ -360,11 +360,10 @@ def _inner_outer_exponential(n: Workers, local_size: Count | None = None) -> bui
     """
     size = _local_size(n, local_size)
     outer, inner = build.log2_ceil(n // size), build.log2_ceil(size - 1)
-    hops: Callable[[int], tuple[int, int]] = lambda t: (2 ** (t % outer), 2 ** (t % inner))
-    return [_inner_outer_round(n, size, t % size, *hops(t)) for t in range(math.lcm(size, outer, inner))]
+    return [_inner_outer_round(n, size, t % size, 2 ** (t % outer), 2 ** (t % inner)) for t in range(math.lcm(size, outer, inner))]
 
 
-def _inner_outer_round(n: int, size: int, leaver: int, outer_hop: int, inner_hop: int):
+def _inner_outer_round(n: int, size: int, leaver: int, outer_hop: int, inner_hop: int) -> schedule.Round:
     """Each node's worker `leaver` sends `outer_hop` nodes further on, each other one `inner_hop` places on in the ring of the others."""
     staying = np.delete(np.arange(size), leaver)
     local = np.arange(size)
