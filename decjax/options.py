@@ -9,7 +9,7 @@ An annotation declares everything that a value must satisfy:
 All of them raise a ValueError of one line with the value and what is allowed.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import functools
 import inspect
@@ -135,9 +135,17 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 def range_of(annotation: Any) -> Range | None:
     """Return the range that an annotation declares, also as a member of a union."""
+    return next((data for data in _metadata(annotation) if isinstance(data, Range)), None)
+
+
+def _metadata(annotation: Any) -> Iterator[Any]:
     parts = typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
-    found = (data for part in parts if typing.get_origin(part) is Annotated for data in typing.get_args(part)[1:])
-    return next((data for data in found if isinstance(data, Range)), None)
+    return (data for part in parts if typing.get_origin(part) is Annotated for data in typing.get_args(part)[1:])
+
+
+def help_of(annotation: Any) -> str:
+    """Return the text that an annotation has, as `Annotated[int, "seed of the random draws"]`, also as a member of a union; or ""."""
+    return next((data for data in _metadata(annotation) if isinstance(data, str)), "")
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:

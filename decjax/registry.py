@@ -82,7 +82,7 @@ class Option(NamedTuple):
         optional: whether None is a value, as for "none" or "derive it".
         choices: the allowed words; (): any.
         range: of numbers; None: any that is finite.
-        help: what the docstring says about it.
+        help: what the docstring, or else the annotation, says about it.
     """
 
     default: Any
@@ -261,7 +261,7 @@ def options_of(factory: Callable) -> dict[str, Option]:
     told = _help(factory)
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return {
-        name: option._replace(help=told.get(name, ""))
+        name: option._replace(help=told.get(name, "") or option_types.help_of(parameter.annotation))
         for name, parameter in signature_of(factory).parameters.items()
         if parameter.kind not in variadic and (option := _option(parameter))
     }

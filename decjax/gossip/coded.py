@@ -77,9 +77,6 @@ class CodedGossip(WithCodec):
 
     Subclasses differ in what they encode of a bucket x, what they remember, and how the pull changes x. Here, nothing is remembered:
     c = C(x); x <- x + γ pull(c).
-
-    Attributes:
-        rounds: R ≥ 1, rounds per step.
     """
 
     _: dataclasses.KW_ONLY

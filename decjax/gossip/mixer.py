@@ -18,7 +18,7 @@ from decjax.topology import Round, Topology
 from decjax.typing import PyTree
 
 Pairs = tuple[tuple[int, int], ...]
-Rounds = Annotated[int, Range(1, 2**8)]
+Rounds = Annotated[int, Range(1, 2**8), "R ≥ 1, rounds per step"]
 Step = int | jax.Array
 
 SILENT = -1

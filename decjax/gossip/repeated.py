@@ -30,9 +30,6 @@ class Accelerated(Gossip, name="accelerated"):
     β is the second largest modulus of W's eigenvalues. The mean is preserved, and over many rounds disagreement shrinks by a factor
     of about √η per round instead of β. Over few rounds it may grow, so R rounds have to contract more than R plain ones.
 
-    Attributes:
-        rounds: R ≥ 1, rounds per step.
-
     Reference: Liu and Morse 2011, "Accelerated linear iterations for distributed averaging".
     """
 

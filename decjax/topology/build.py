@@ -21,11 +21,11 @@ from typing import Annotated
 import numpy as np
 
 from decjax import registry
-from decjax.options import Range, checked
+from decjax.options import LARGEST, Range, checked
 from decjax.topology import schedule
 
 Rounds = list[schedule.Round]
-Shape = tuple[int, int]
+Shape = Annotated[tuple[int, int], "(rows, columns); None: as near to a square as n allows"]
 
 MAX_WORKERS = 4096  # matrices of more would take too long to analyze, and gigabytes
 MAX_DRAWS = 1000
@@ -33,7 +33,11 @@ MAX_ROUNDS = 1024  # in a period that is drawn at random
 ANY_SIZE = "'base_k' works for any number"
 
 Workers = Annotated[int, Range(1, MAX_WORKERS)]
-Period = Annotated[int, Range(1, MAX_ROUNDS)]
+Period = Annotated[int, Range(1, MAX_ROUNDS), "number of rounds until the schedule repeats; None: 2⌈log2 n⌉"]
+Draw = Annotated[int, Range(0, 2**32 - 1), "seed of the random draws"]
+Edges = Annotated[float, Range(0, 1, above=True), "p, probability of an edge; None: 2 ln(n)/n, at which most graphs are connected"]
+Degree = Annotated[int, Range(1, LARGEST), "number of others that a worker sends to; None: ⌈log2 n⌉"]
+Node = Annotated[int, Range(1, LARGEST), "L, workers of a node"]
 
 
 class Unfit(ValueError):

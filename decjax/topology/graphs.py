@@ -9,9 +9,9 @@ from typing import Annotated
 
 import numpy as np
 
-from decjax.options import Count, Range
+from decjax.options import LARGEST, Count, Range
 from decjax.topology import build, schedule
-from decjax.topology.build import Shape, Workers
+from decjax.topology.build import Node, Shape, Workers
 
 Edges = dict[tuple[int, int], float]  # (receiver, sender) -> weight, without the diagonal
 
@@ -43,9 +43,6 @@ def _torus(n: Workers, shape: Shape | None = None) -> build.Rounds:
     """Self and the four neighbors on a grid that wraps around, weight 1/5 each; worker = row · columns + column.
 
     Along a side of two, both neighbors are the same worker, which then has the weight 2/5.
-
-    Args:
-        shape: (rows, columns); None: as near to a square as n allows.
     """
     workers_RxC = build.grid(n, shape, step=1)
     neighbors = [np.roll(workers_RxC, -hop, axis).ravel() for axis in (0, 1) for hop in (1, -1)]
@@ -54,11 +51,7 @@ def _torus(n: Workers, shape: Shape | None = None) -> build.Rounds:
 
 @build.register("grid", needs="a grid of two sides of at least 2", static=True)
 def _grid(n: Workers, shape: Shape | None = None) -> build.Rounds:
-    """The torus without the edges that wrap around, with Metropolis weights W_ij = 1/(1 + max(deg i, deg j)).
-
-    Args:
-        shape: (rows, columns); None: as near to a square as n allows.
-    """
+    """The torus without the edges that wrap around, with Metropolis weights W_ij = 1/(1 + max(deg i, deg j))."""
     workers_RxC = build.grid(n, shape, step=1)
     along, across = (workers_RxC[:, :-1], workers_RxC[:, 1:]), (workers_RxC[:-1], workers_RxC[1:])
     pairs = [pair for ends in (along, across) for pair in zip(*(end.ravel().tolist() for end in ends), strict=True)]
@@ -119,15 +112,12 @@ def _symmetric_exponential(n: Workers, base: Annotated[int, Range(2)] = 4) -> bu
 
 
 @build.register("alternating_exponential_ring", needs="local_size * 2^r workers", exact=True)
-def _alternating_exponential_ring(n: Workers, local_size: Count = 1) -> build.Rounds:
+def _alternating_exponential_ring(n: Workers, local_size: Node = 1) -> build.Rounds:
     """AER: nodes j and j XOR 2^i average jointly, half of these pairs in phase 2i, the other half in phase 2i + 1.
 
     Pairs are numbered over all i: those of odd number average in the even phase, those of even number in the odd phase. Meanwhile
     the other nodes average internally, over their `local_size` workers. So about half of the links between nodes are in use at any
     time. Exact over any period that starts at an even phase.
-
-    Args:
-        local_size: L, workers of a node.
 
     Reference: Wang et al. 2024, arXiv 2410.11998.
     """
@@ -317,11 +307,10 @@ def _in_parallel(schedules: list[list[Edges]]) -> list[Edges]:
 
 
 @build.register("hierarchical", needs="a multiple of local_size", directed=True)
-def _hierarchical(n: Workers, local_size: Count = 2, outer: str = "one_peer_exponential") -> build.Rounds:
+def _hierarchical(n: Workers, local_size: Node = 2, outer: str = "one_peer_exponential") -> build.Rounds:
     """An exact mean over each L consecutive workers, and any graph between these nodes: W = W_outer ⊗ J_L / L.
 
     Args:
-        local_size: L, workers of a node.
         outer: graph between nodes, in call form, as "base_k(k=2)".
     """
     build.require(
@@ -334,14 +323,12 @@ def _hierarchical(n: Workers, local_size: Count = 2, outer: str = "one_peer_expo
 
 
 _NEEDS = "at least two nodes of local_size >= 3 workers"
+LargeNode = Annotated[int, Range(1, LARGEST), "L, workers of a node; None: the least divisor of n that is 3 or more"]
 
 
 @build.register("inner_outer_ring", needs=_NEEDS, directed=True)
-def _inner_outer_ring(n: Workers, local_size: Count | None = None) -> build.Rounds:
+def _inner_outer_ring(n: Workers, local_size: LargeNode | None = None) -> build.Rounds:
     """In round t worker t mod L of each node sends to that of the next node; the others form a ring in their node. Weight 1/2.
-
-    Args:
-        local_size: L, workers of a node; None: the least divisor of n that is 3 or more.
 
     Reference: BlueFog's `GetInnerOuterRingDynamicSendRecvRanks`, arXiv 2111.04287.
     """
@@ -350,11 +337,8 @@ def _inner_outer_ring(n: Workers, local_size: Count | None = None) -> build.Roun
 
 
 @build.register("inner_outer_exponential", needs=_NEEDS, directed=True)
-def _inner_outer_exponential(n: Workers, local_size: Count | None = None) -> build.Rounds:
+def _inner_outer_exponential(n: Workers, local_size: LargeNode | None = None) -> build.Rounds:
     """As `inner_outer_ring`, with hops of 1, 2, 4, … in turns: between the M nodes while < M, and among a node's L − 1 others.
-
-    Args:
-        local_size: L, workers of a node; None: the least divisor of n that is 3 or more.
 
     Reference: BlueFog's `GetInnerOuterExpo2DynamicSendRecvRanks`, arXiv 2111.04287.
     """

@@ -3,23 +3,21 @@
 from collections.abc import Callable, Sequence
 import itertools
 import math
+from typing import Annotated
 
 import numpy as np
 
 from decjax import registry
-from decjax.options import Count, Seed, Share
+from decjax.options import Range, Share
 from decjax.topology import build, coloring, schedule
-from decjax.topology.build import Period, Workers
+from decjax.topology.build import Degree, Draw, Edges, Period, Workers
+
+Arriving = Annotated[float, Range(0, 1, above=True), "η, the weight of what arrives"]
 
 
 @build.register("erdos_renyi", static=True)
-def _erdos_renyi(n: Workers, p: Share | None = None, seed: Seed = 0) -> build.Rounds:
-    """A random graph that has each edge with probability p, with Metropolis weights.
-
-    Args:
-        p: probability of an edge; None: 2 ln(n)/n, at which most graphs are connected.
-        seed: of the random draws.
-    """
+def _erdos_renyi(n: Workers, p: Edges | None = None, seed: Draw = 0) -> build.Rounds:
+    """A random graph that has each edge with probability p, with Metropolis weights."""
     p = min(1.0, 2.0 * math.log(n) / n) if p is None else p
     rng = np.random.default_rng(seed)
     pairs_Ex2 = np.stack(np.triu_indices(n, 1), axis=1)
@@ -33,13 +31,8 @@ def _erdos_renyi(n: Workers, p: Share | None = None, seed: Seed = 0) -> build.Ro
 
 
 @build.register("random_matching")
-def _random_matching(n: Workers, rounds: Period | None = None, seed: Seed = 0) -> build.Rounds:
-    """In every round workers average in random pairs, weight 1/2; for odd n one worker is idle.
-
-    Args:
-        rounds: number of rounds until the schedule repeats; None: 2⌈log2 n⌉.
-        seed: of the random draws.
-    """
+def _random_matching(n: Workers, rounds: Period | None = None, seed: Draw = 0) -> build.Rounds:
+    """In every round workers average in random pairs, weight 1/2; for odd n one worker is idle."""
     count, rng = build.num_rounds(n, rounds), np.random.default_rng(seed)
     return build.first_mixing(
         lambda: [build.pairwise(n, rng.permutation(n)[: n - n % 2].reshape(-1, 2)) for _ in range(count)],
@@ -48,7 +41,7 @@ def _random_matching(n: Workers, rounds: Period | None = None, seed: Seed = 0) -
 
 
 @build.register("matcha")
-def _matcha(n: Workers, base: str = "ring", budget: Share = 0.5, rounds: Period | None = None, seed: Seed = 0) -> build.Rounds:
+def _matcha(n: Workers, base: str = "ring", budget: Share = 0.5, rounds: Period | None = None, seed: Draw = 0) -> build.Rounds:
     """MATCHA: a base graph is split into matchings, of which a random subset is active in each round.
 
     A round is W = I − α Σ_active L_j, where matching j with Laplacian L_j is active with probability p_j, independently. The p_j
@@ -59,8 +52,6 @@ def _matcha(n: Workers, base: str = "ring", budget: Share = 0.5, rounds: Period 
     Args:
         base: the static undirected graph that is split, in call form, as "ring" or "torus(shape=(2,4))".
         budget: fraction of the matchings that is active on average, in (0, 1].
-        rounds: number of rounds until the schedule repeats; None: 2⌈log2 n⌉.
-        seed: of the random draws.
 
     Reference: Wang et al. 2019, "MATCHA: speeding up decentralized SGD via matching decomposition sampling", arXiv 1905.09435.
     """
@@ -134,15 +125,11 @@ def mixing_weight(laplacians_MxNxN: np.ndarray, p: np.ndarray) -> float:
 
 
 @build.register("random_digraph", directed=True, static=True)
-def _random_digraph(n: Workers, degree: Count | None = None, seed: Seed = 0) -> build.Rounds:
+def _random_digraph(n: Workers, degree: Degree | None = None, seed: Draw = 0) -> build.Rounds:
     """Each worker splits its value equally among itself and `degree` random others: a column-stochastic W, for push-sum.
 
     One of the others is the next on a random cycle through all workers, which makes the graph strongly connected; the remaining ones
     are drawn uniformly.
-
-    Args:
-        degree: number of others that a worker sends to; None: ⌈log2 n⌉.
-        seed: of the random draws.
     """
     degree = build.degree_of(n, degree)
     rng = np.random.default_rng(seed)
@@ -155,13 +142,9 @@ def _random_digraph(n: Workers, degree: Count | None = None, seed: Seed = 0) -> 
 
 
 @build.register("erdos_renyi_digraph", directed=True, static=True)
-def _erdos_renyi_digraph(n: Workers, p: Share | None = None, seed: Seed = 0) -> build.Rounds:
+def _erdos_renyi_digraph(n: Workers, p: Edges | None = None, seed: Draw = 0) -> build.Rounds:
     """A random digraph that has each directed edge with probability p; each worker splits its value equally among itself and those
     that it sends to: a column-stochastic W, for push-sum.
-
-    Args:
-        p: probability of an edge; None: 2 ln(n)/n, at which most of these digraphs are strongly connected.
-        seed: of the random draws.
     """
     p = min(1.0, 2.0 * np.log(n) / n) if p is None else p
     rng = np.random.default_rng(seed)
@@ -179,14 +162,10 @@ def _erdos_renyi_digraph(n: Workers, p: Share | None = None, seed: Seed = 0) -> 
 
 
 @build.register("equitopo_d", directed=True, static=True)
-def _equitopo_d(n: Workers, degree: Count | None = None, seed: Seed = 0) -> build.Rounds:
-    """D-EquiStatic: each worker receives from workers at `degree` random distances u; W is the mean of the A(u).
+def _equitopo_d(n: Workers, degree: Degree | None = None, seed: Draw = 0) -> build.Rounds:
+    """D-EquiStatic: each worker receives from workers at `degree` random distances u, all different; W is the mean of the A(u).
 
     In A(u), worker i+u gives the weight (n−1)/n to worker i and 1/n to itself.
-
-    Args:
-        degree: number of distances u, drawn without replacement; None: ⌈log2 n⌉.
-        seed: of the random draws.
 
     Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo), which draws with replacement.
     """
@@ -194,12 +173,8 @@ def _equitopo_d(n: Workers, degree: Count | None = None, seed: Seed = 0) -> buil
 
 
 @build.register("equitopo_u", static=True)
-def _equitopo_u(n: Workers, degree: Count | None = None, seed: Seed = 0) -> build.Rounds:
+def _equitopo_u(n: Workers, degree: Degree | None = None, seed: Draw = 0) -> build.Rounds:
     """U-EquiStatic: the undirected form of `equitopo_d`, the mean of (A(u) + A(u)ᵀ)/2, with up to 2·degree neighbors.
-
-    Args:
-        degree: number of distances u, drawn without replacement; None: ⌈log2 n⌉.
-        seed: of the random draws.
 
     Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo).
     """
@@ -221,13 +196,8 @@ def _equitopo_static(n: int, degree: int | None, seed: int, both_ways: bool) -> 
 
 
 @build.register("equitopo_od", directed=True)
-def _equitopo_od(n: Workers, rounds: Period | None = None, eta: Share = 0.5, seed: Seed = 0) -> build.Rounds:
+def _equitopo_od(n: Workers, rounds: Period | None = None, eta: Arriving = 0.5, seed: Draw = 0) -> build.Rounds:
     """OD-EquiDyn: one neighbor per round, at a random distance u: W = (1−η) I + η A(u), with A(u) as in `equitopo_d`.
-
-    Args:
-        rounds: number of rounds until the schedule repeats; None: 2⌈log2 n⌉.
-        eta: η in (0, 1], the weight of what arrives.
-        seed: of the random draws.
 
     Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo).
     """
@@ -235,13 +205,8 @@ def _equitopo_od(n: Workers, rounds: Period | None = None, eta: Share = 0.5, see
 
 
 @build.register("equitopo_ou")
-def _equitopo_ou(n: Workers, rounds: Period | None = None, eta: Share = 0.5, seed: Seed = 0) -> build.Rounds:
+def _equitopo_ou(n: Workers, rounds: Period | None = None, eta: Arriving = 0.5, seed: Draw = 0) -> build.Rounds:
     """OU-EquiDyn: as `equitopo_od`, but workers at distance u exchange in pairs; each cycle i, i+u, … is paired from a random start.
-
-    Args:
-        rounds: number of rounds until the schedule repeats; None: 2⌈log2 n⌉.
-        eta: η in (0, 1], the weight of what arrives.
-        seed: of the random draws.
 
     Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo).
     """
