@@ -25,20 +25,19 @@ from decjax.gossip.coded import Exact as exact  # Registered first, it comes fir
 from decjax.gossip.check import check_exchange, check_stage_exchange
 from decjax.gossip.choco import Beer as beer
 from decjax.gossip.choco import Choco as choco
+from decjax.gossip.choco import Dcd as dcd
 from decjax.gossip.choco import DeepSqueeze as deepsqueeze
+from decjax.gossip.choco import ReplicaState
 from decjax.gossip.coded import CompressedState
-from decjax.gossip.dcd import Dcd as dcd
-from decjax.gossip.dcd import ReplicaState
 from decjax.gossip.delayed import Delayed as delayed
 from decjax.gossip.delayed import DelayedState
+from decjax.gossip.edges import PowerGossip as power_gossip
+from decjax.gossip.edges import PowerState, RelayState
+from decjax.gossip.edges import Relay as relay
 from decjax.gossip.mixer import SILENT, Gossip, Linear, Mixer, Restartless, WrappedMixer, damp, every, mix, mix_due, unrounded
-from decjax.gossip.power_gossip import PowerGossip as power_gossip
-from decjax.gossip.power_gossip import PowerState
 from decjax.gossip.push_sum import OverlapPushSum as overlap_push_sum
 from decjax.gossip.push_sum import OverlapPushSumState, PushSumState
 from decjax.gossip.push_sum import PushSum as push_sum
-from decjax.gossip.relay import Relay as relay
-from decjax.gossip.relay import RelayState
 from decjax.gossip.repeated import Accelerated as accelerated
 from decjax.gossip.repeated import ConsensusControl as consensus_control
 from decjax.gossip.repeated import ControlState
