@@ -8,8 +8,8 @@ from typing import Any, Protocol
 _COMPARED_STEPS = 1000
 
 
-class Schedule(Protocol):
-    """What a mixer or reducer says about its phases."""
+class Phased(Protocol):
+    """A mixer or reducer, as a schedule of phases."""
 
     @property
     def phases(self) -> Sequence[int]:
@@ -21,11 +21,11 @@ class Schedule(Protocol):
         ...
 
 
-_compiling: contextvars.ContextVar = contextvars.ContextVar("schedule of the step that is compiled", default=None)
+_compiling: contextvars.ContextVar[Phased | None] = contextvars.ContextVar("schedule of the step that is compiled", default=None)
 
 
 @contextlib.contextmanager
-def compiling(schedule: Schedule | None) -> Iterator[None]:
+def compiling(schedule: Phased | None) -> Iterator[None]:
     """Context manager in which steps are compiled for a schedule."""
     token = _compiling.set(schedule)
     try:
@@ -34,7 +34,7 @@ def compiling(schedule: Schedule | None) -> Iterator[None]:
         _compiling.reset(token)
 
 
-def check(schedule: Schedule, phase: int | None) -> None:
+def check(schedule: Phased, phase: int | None) -> None:
     """Raise a ValueError if a schedule does not have a phase, or if `compiling` has another schedule."""
     if phase is None:
         return
