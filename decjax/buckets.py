@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +79,7 @@ def check(tree: PyTree) -> None:
 class Layout:
     """How a pytree is cut into buckets; made by `layout`."""
 
-    treedef: Any  # structure of the tree
+    treedef: PyTree  # structure of the tree
     shapes: tuple[tuple[int, ...], ...]  # of all leaves of the tree
     buckets: tuple[Bucket, ...]  # in the order of the packed arrays
     num_shards: int = 0  # N; packed arrays are [N, …], N equal parts of a bucket's values or rows. 0: not divided
@@ -91,7 +90,7 @@ class Layout:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     def parts(self) -> list[jax.ShapeDtypeStruct]:
-        """Shape and dtype, float32 or wider, of each array that a codec encodes: of every bucket, or of one shard of it."""
+        """Return shape and dtype, float32 or wider, of each array that a codec encodes: of every bucket, or of one shard of it."""
         N = max(1, self.num_shards)
         return [
             jax.ShapeDtypeStruct((bucket.shape[0] // N, *bucket.shape[1:]), jnp.promote_types(bucket.dtype, jnp.float32))
@@ -99,7 +98,7 @@ class Layout:
         ]
 
     def pack(self, tree: PyTree, *, flat: bool = True, wide: bool = False) -> list[jax.Array]:
-        """The tree's floating-point leaves as one array per bucket.
+        """Return the tree's floating-point leaves as one array per bucket.
 
         Args:
             tree: pytree of arrays.
@@ -122,7 +121,7 @@ class Layout:
         return x.reshape(self.num_shards, length // self.num_shards, *rest) if self.num_shards else x
 
     def unpack(self, arrays: Sequence[jax.Array], like: PyTree, *, wide: bool = False) -> PyTree:
-        """The pytree that `pack` made these arrays of, in the dtypes of its leaves; leaves in no bucket are taken from `like`.
+        """Return the pytree that `pack` made these arrays of, in the dtypes of its leaves; leaves in no bucket are those of `like`.
 
         With `wide` values keep the dtype of the arrays.
         """
@@ -149,7 +148,7 @@ def layout(
     matrix: Callable[[Array], tuple[int, int] | None] | None = None,
     num_shards: int = 0,
 ) -> Layout:
-    """The layout of a pytree in buckets of one dtype each, of up to `bucket_bytes`, in leaf order.
+    """Return the layout of a pytree in buckets of one dtype each, of up to `bucket_bytes`, in leaf order.
 
     A leaf is never split, so one larger than `bucket_bytes` has a bucket of its own.
 

@@ -30,7 +30,7 @@ class Channel:
     Attributes:
         axis: the worker axis, as `Workers.axis`; by default the one over which the function that communicates is mapped.
         bucket_bytes: arrays are joined to buckets of up to this many bytes, each of which is one message; 0: each array is sent
-            by itself.
+            separately.
         seed: PRNG seed, such as for stochastic rounding.
         alone: arrays whose path ends with one of these have a bucket each. Copies of an array in different trees, as a
             tied embedding in the first and in the last pipeline stage, are then encoded alike.

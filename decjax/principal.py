@@ -3,7 +3,7 @@
     C = xᵀx / M = Σ_k λ_k e_k e_kᵀ,  λ_1 ≥ … ≥ λ_D ≥ 0        E = (e_1 … e_R)
     (1/M) ‖x − x E Eᵀ‖² = λ_{R+1} + … + λ_D                    no projection onto R directions loses less
 
-The second moments C are not centred, so that x E Eᵀ needs no bias. Who has a place for one subtracts the mean of x before.
+The second moments C are not centered, so that x E Eᵀ needs no bias. A caller that stores a bias subtracts the mean of x first.
 """
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 def principal(x_MxD: jax.Array, R: int) -> tuple[jax.Array, jax.Array]:
-    """(E [D, R] of orthonormal columns, the D − R eigenvalues that are discarded, largest first), in the dtype of x.
+    """Return (E [D, R] of orthonormal columns, the D − R discarded eigenvalues, largest first), in the dtype of x.
 
     The entry of largest magnitude of each column is positive. Where M < D, the last columns are some orthonormal ones, as good as any
     others. A value of x that is not finite makes all of E NaN.
@@ -20,10 +20,7 @@ def principal(x_MxD: jax.Array, R: int) -> tuple[jax.Array, jax.Array]:
         x_MxD: M samples of D features, in float32 at least.
         R: from 1 to D; with R = D nothing is lost but for rounding.
 
-    Raises:
-        ValueError: if there is no sample, or R is not from 1 to D.
-
-    Reference: Yu et al. 2024, arXiv 2405.18146; Yu and Wu 2023, doi 10.1609/aaai.v37i9.26304. Both have it of centred features.
+    Reference: Yu et al. 2024, arXiv 2405.18146; Yu and Wu 2023, doi 10.1609/aaai.v37i9.26304; both for centered features.
     """
     M, D = x_MxD.shape
     if not 1 <= R <= D:

@@ -195,7 +195,7 @@ def rows(x: jax.Array, length: int) -> jax.Array:
 def by_rows(function: Callable[[jax.Array, int], T], x: jax.Array, length: int) -> T:
     """Return `function(rows, index of the first value)` for the `rows` of an array; results have one entry for each row.
 
-    A last row that must be filled is computed by itself: padding fused into the loop would test every index, and keep XLA on CPUs
+    A last row that must be filled is computed separately: padding fused into the loop would test every index, and keep XLA on CPUs
     from vectorizing it, which is ten times slower.
     """
     full, flat = x.size - x.size % length, x.ravel()

@@ -40,7 +40,7 @@ def lossless_bits(x: np.ndarray) -> float:
 
         Σ_b H(byte b),   b the bytes of a value: sign and exponent first, whose entropy is small; the last are nearly noise
 
-    Lossless coders of floating-point messages such as MPC (Yang et al. 2015) find this redundancy, and that of neighbouring values, which
+    Lossless coders of floating-point messages such as MPC (Yang et al. 2015) find this redundancy, and that of neighboring values, which
     is not counted here. With few values entropies come out too small: take a thousand times as many as there are bytes, 256.
     """
     bytes_PxB = np.ascontiguousarray(x).ravel()[:, None].view(np.uint8)

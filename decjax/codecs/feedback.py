@@ -111,7 +111,7 @@ class _Remembering(Feedback):
         dtype, storage = working_dtype(x.dtype), self.storage
         error = storage.decode(memory.error, x.shape, dtype) if storage else memory.error
         target, v = self._wanted(x.astype(dtype), error, memory.momentum)
-        # The storage draws random numbers of its own: those of the message must not be used twice.
+        # The message's random numbers must not be used twice.
         storage_key = jax.random.fold_in(key, 1) if storage and storage.random and key is not None else None
         message = self.codec.encode(target, memory.codec, key)
         arrived = self.codec.decode(message, x.shape, dtype)

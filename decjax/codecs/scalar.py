@@ -1,4 +1,4 @@
-"""Codecs of each value by itself: casts to narrower floats, the sign, the sign and exponent.
+"""Codecs of single values: casts to narrower floats, the sign, the sign and exponent.
 
 Messages hold the numbers' bits as unsigned integers: some backends widen short floats in collectives, and would send twice as much.
 """
@@ -25,7 +25,7 @@ def rounded_bits(x: jax.Array, dtype: DType) -> jax.Array:
 class Identity(Codec, name="identity"):
     """Uncompressed values: no error, and no compression."""
 
-    messages = "values as they are"
+    messages = "uncompressed values"
     linear = True
 
     def encode(self, x, state, key):

@@ -243,7 +243,7 @@ class BlockTopk(Sparse, name="block_topk"):
         if not x_P.size:
             return x_P, jnp.zeros(0, bits.index_dtype(self._group))
         M = math.ceil(x_P.size / self._group)
-        full = x_P.size - x_P.size % M  # The rest fills a part of one more row, which is computed by itself: see `by_rows`.
+        full = x_P.size - x_P.size % M  # The rest is a part of one more row, computed separately: see `by_rows`.
         parts = [self._keys(x_P[:full].reshape(-1, M), 0)]
         if full < x_P.size:
             parts.append(self._keys(jnp.pad(x_P[full:], (0, full + M - x_P.size))[None], full // M))

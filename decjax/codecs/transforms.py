@@ -18,7 +18,7 @@ from decjax.typing import DType, Shape
 def revived(found_JxR: jax.Array, fresh_JxR: jax.Array) -> jax.Array:
     """Return `found_JxR` with columns scaled to magnitude 1, for the next power step; useless ones become those of `fresh_JxR`.
 
-    A column is useless if it is zero, since it would stay zero for ever, or consists of rounding errors only. If any column is not
+    A column is useless if it is zero, since it would stay zero, or consists of rounding errors only. If any column is not
     finite, all are replaced.
     """
     info = jnp.finfo(found_JxR.dtype)
@@ -34,7 +34,7 @@ class LowRank(OfValues, name="low_rank"):
 
     A tensor is encoded as the matrix I×J of `matrix_shape`. The message is P and Q, R(I + J) values instead of I·J. The state is Qᵀ,
     [R, J], of the last finite message, and () for a vector. The next power step starts from it, so over many messages of a slowly
-    changing matrix P comes to span its leading singular vectors. Columns of Q are scaled to magnitude 1, so that A Q does not
+    changing matrix P approaches the span of its leading singular vectors. Columns of Q are scaled to magnitude 1, so that A Q does not
     underflow; a column that has become zero (of a zero matrix, or one of lower rank) is replaced by its first value.
 
     ‖x − x̂‖² ≤ ‖x‖² always, since P Pᵀ projects. From a random Q at least R/min(I, J) of the energy ‖x‖² is kept on average. If the
@@ -193,13 +193,13 @@ def _scale(x: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 class Zfp(Codec, name="zfp"):
-    """ZFP: blocks of four neighbouring values in 4·rate bits, of which 8 are the block's exponent; for smooth arrays.
+    """ZFP: blocks of four neighboring values in 4·rate bits, of which 8 are the block's exponent; for smooth arrays.
 
         i = ⌊x 2^(26−e)⌉,  2^e > max |x|       one exponent byte per block
         X = T i,  T = [4 4 4 4; 5 1 −1 −5; −4 4 4 −4; −2 6 −6 2]
         u = negabinary(X), rounded             its leading rate − 2 of 32 bits
 
-    Where neighbours vary smoothly, all of X but the first is small, and the errors of x̂ = T⁻¹X are smooth as well. For any values,
+    Where neighbors vary smoothly, all of X but the first is small, and the errors of x̂ = T⁻¹X are smooth as well. For any values,
 
         ‖x − x̂‖∞ ≤ 60·2^(−rate) max |x| over the block.
 

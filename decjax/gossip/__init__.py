@@ -1,22 +1,15 @@
 """Mixing parameters over a topology: x_i <- Σ_j W_ij x_j, and variations of it.
 
 A `Mixer` has two parts: `exchange`, which communicates and needs no gradient, and `combine`, which is local. So communication can
-overlap with computation: in order "awc" the parameters are exchanged while the gradient is computed, and then combined. Most mixers
-mix in `exchange`; `damp` and `every` have their own `combine`. Both parts take a static `phase`, which selects the rounds of the
-topology: each phase compiles to its own program, and no program has a conditional.
+overlap with computation: in order "awc" the parameters are exchanged while the gradient is computed, and then combined. Both parts
+take a static `phase`, which selects the rounds of the topology: each phase compiles to its own program without conditionals.
 
-Mixers that send the parameters, whole or encoded by a codec: `exact`, `deepsqueeze`, `accelerated`, `relay`, `consensus_control`,
-`delayed` and `overlap_push_sum`. Mixers that send changes, so that the codec's error fades as workers agree: `choco`, `dcd`, `beer`,
-`push_sum` and `power_gossip`. Wrappers of any of them: `every`, `damp` and `unrounded`.
+Mixers that send the parameters, whole or encoded: `exact`, `deepsqueeze`, `accelerated`, `relay`, `consensus_control`, `delayed` and
+`overlap_push_sum`. Mixers that send changes, so that the codec's error fades as workers agree: `choco`, `dcd`, `beer`, `push_sum` and
+`power_gossip`. Wrappers of any of them: `every`, `damp` and `unrounded`.
 
-Parameters travel in a few flat buckets. Weighted sums are computed in float32 or wider, and cast back.
-
-A mixer is made with the topology, the channel on which parameters travel, and options, and checks that they fit together. `init` and
-`num_bytes` raise a ValueError if encoded messages are not smaller than the parameters.
-
-Each mixer is a class with its equations and state; `decjax.gossip.choco` is the class `Choco`. Module `mixer` defines a mixer, `rounds`
-executes a round of a topology, `coded` has the base classes of mixers with a codec, `requirements` has what mixers require, and
-`check` tests whether messages arrive.
+Parameters travel in a few flat buckets. Weighted sums are computed in float32 or wider, and cast back. `init` and `num_bytes` raise a
+ValueError if encoded messages are not smaller than the parameters.
 """
 
 from decjax.gossip.coded import Exact as exact  # Registered first, it comes first in tables.

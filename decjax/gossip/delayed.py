@@ -39,7 +39,7 @@ class Delayed(Gossip, name="delayed"):
         delay: D ≥ 0 exchanges; 0: plain gossip.
         draw: how a worker's delay is drawn, with the channel's seed: "constant", always D; "uniform", 0 … D with equal probabilities;
             "geometric", half of what is left at each number, from 0 on, and the rest at D.
-        fixed: draw one delay for each worker, as of slow and fast machines, and not a new one for every exchange.
+        fixed: draw one delay for each worker, as for slow and fast machines, instead of a new one for every exchange.
 
     Reference: Lian et al. 2018, "Asynchronous decentralized parallel stochastic gradient descent", arXiv 1710.06952, assumption 1 and
     algorithm 1.

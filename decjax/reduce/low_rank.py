@@ -59,7 +59,9 @@ class Factored(Reducer):
         except TypeError:
             wire = np.dtype(bool)
         if wire is not None and not jnp.issubdtype(wire, jnp.floating):
-            raise ValueError(f"{self}: wire_dtype={self.wire_dtype!r} is no floating-point type; use 'bfloat16', 'float16' or none")
+            raise ValueError(
+                f"{self}: wire_dtype={self.wire_dtype!r} must be a floating-point type; use 'bfloat16', 'float16' or none"
+            )
         return wire
 
     def _plan(self, tree: PyTree) -> Plan:
@@ -181,7 +183,7 @@ class PowerSGD(Factored, name="powersgd"):
     the other workers' deviations and grows as a random walk.) `init` and `num_bytes` raise ValueError if nothing would be compressed.
 
     Differences from the paper: columns of Q are normalized before use, which changes no span and keeps products of small gradients
-    from underflowing; a column that is zero compared with the others, and would stay zero for ever, is redrawn.
+    from underflowing; a column that is negligible compared with the others would stay zero, and is redrawn.
 
     Attributes:
         wire_dtype: floating-point type in which the factors travel, such as "bfloat16"; None: that of the arithmetic. Errors include
@@ -195,7 +197,7 @@ class PowerSGD(Factored, name="powersgd"):
     """
 
     needs = "matrices"
-    messages = "thin matrices, the rest as it is"
+    messages = "thin matrices, the rest uncompressed"
     memory = "1 copy, thin matrices"
 
     def init(self, params):
@@ -240,7 +242,7 @@ class OneSidedState(NamedTuple):
 
 
 class OneSided(Factored, name="powersgd_one_sided"):
-    """PowerSGD whose K iterations each send one factor and go on with what is left, from the two sides of the matrices in turns.
+    """PowerSGD whose K iterations each send one factor and continue with the remainder, on alternating sides of the matrices.
 
         A_i = G_i + e_i, Y = 0;  then K times, of the two lines in turns:
             Q̂ = orth(Q);   P_i = A_i Q̂;     P = (1/N) Σ_i P_i;   Y ← Y + P Q̂ᵀ;   A_i ← A_i − P_i Q̂ᵀ
@@ -260,7 +262,7 @@ class OneSided(Factored, name="powersgd_one_sided"):
     """
 
     needs = "matrices"
-    messages = "a thin matrix for each iteration, the rest as it is"
+    messages = "a thin matrix for each iteration, the rest uncompressed"
     memory = "1 copy, thin matrices"
 
     iterations: Count = 2
@@ -354,7 +356,7 @@ class Dion(Reducer, name="dion"):
 
     optimizer = "dion"
     needs = "matrices, optimizer dion"
-    messages = "two thin matrices, the rest as it is"
+    messages = "two thin matrices, the rest uncompressed"
     memory = "1 copy of the matrices, thin matrices"
     source = "arXiv 2504.05295"
 

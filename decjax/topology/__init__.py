@@ -2,15 +2,7 @@
 
 A round multiplies the stacked parameters of all workers by a stochastic matrix W. It is stored in the form in which it runs: an exact
 mean over groups of consecutive workers (one group is a *node*), then a self weight and a few weighted partial permutations between
-nodes, each of which is one `lax.ppermute`; see `Round`. All-reduce is one group of all workers. A topology is a period of rounds.
-
-Module `schedule` defines rounds and their analysis, `build` makes topologies by name, which `graphs` and `random_graphs` define, and
-`coloring` splits the edges of a graph into messages that can travel at the same time.
-
-Examples:
-  >>> topology = make("base_k", 6, k=1)
-  >>> topology.max_degree, rounds_to_exact(topology) == topology.period
-  (1, True)
+nodes, each of which is one `lax.ppermute`; see `Round`. All-reduce is one group of all workers.
 """
 
 from decjax.topology.build import MAX_WORKERS, make, names, options

@@ -212,7 +212,7 @@ def _one_peer_directed_ring(n: Workers) -> build.Rounds:
     return [build.equal_weights(n, [build.rotation(n, hop)]) for hop in sorted({1, n - 1})]
 
 
-# The exponential graph is directed as it is; the second name is for use with push-sum.
+# The exponential graph is directed; the second name is for use with push-sum.
 build.register("directed_exponential", directed=True, static=True)(_exponential)
 
 

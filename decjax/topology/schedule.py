@@ -155,11 +155,11 @@ class Topology:
         return max(round_.degree() for round_ in self.rounds)
 
     def round(self, phase: int) -> Round:
-        """Return the round of a phase; phases are taken modulo the period, so a step count may be given."""
+        """Return the round of a phase, modulo the period, so that a step count may be given."""
         return self.rounds[phase % self.period]
 
     def matrix(self, phase: int) -> np.ndarray:
-        """Return the dense matrix W of a phase, [N, N]; phases are taken modulo the period, so a step count may be given."""
+        """Return the dense matrix W of a phase, [N, N], modulo the period."""
         return self.round(phase).matrix()
 
     def product(self, start: int = 0, num_rounds: int | None = None) -> np.ndarray:
