@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from decjax import codecs, mesh, models, pipeline, registry, schedules
-from decjax.hlo import wire
 from decjax.pipeline import links
 from decjax.pipeline import ticks as table_lib
+from decjax.program import hlo
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 B, T, D, M = 2, 4, 6, 4
@@ -315,7 +315,7 @@ class Pipe:
 def test_bytes_in_the_compiled_program_are_those_of_the_codecs(S, name, C, options):
     given = {key: registry.make("codec", value) if key in ("backward", "forward") else value for key, value in options.items()}
     pipe = Pipe(pipeline.coded(**given), S, name, C)
-    sent = wire.bytes_by_axis(pipe.step.as_text(), pipe.workers)["stage"].item()
+    sent = hlo.bytes_by_axis(pipe.step.as_text(), pipe.workers.sizes)["stage"].item()
     dense, links_, schedule = CONTEXT * WIDTH * 4, S * C - 1, schedules.make(name, S, 4, C)
     critical = sum(send.in_epilogue for sends in schedule.sends for send in sends if send.kind == "B")
     assert critical == S * (S - 1) // 2 or name != "1f1b"
@@ -376,7 +376,7 @@ def test_each_device_of_a_group_codes_and_sends_its_own_part(batch, options):
     if "reuse_indices" in options:
         sent["backward"] = 4 * 2 * 36  # three quarters of 48 values, whose indices both ends have
     loss = 2 * (2 - 1) * 4 * 2  # summed over stages, on both devices
-    assert wire.bytes_by_axis(pipe.step.as_text(), pipe.workers)["stage"].item() == 2 * sum(sent.values()) + loss
+    assert hlo.bytes_by_axis(pipe.step.as_text(), pipe.workers.sizes)["stage"].item() == 2 * sum(sent.values()) + loss
     for leaf, sharding in zip(*map(jax.tree.leaves, (pipe.state, pipe.workers.shardings(pipe.state))), strict=True):
         assert leaf.shape[:3] == (1, 2, 2) and leaf.addressable_data(0).shape[:3] == (1, 1, 1)
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

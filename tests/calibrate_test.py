@@ -10,8 +10,8 @@ from configs import lm, translation
 from decjax import config as parts
 from decjax import costmodel, train
 from decjax.contrib import placement
-from decjax.measure import exchanges, rounds
 from decjax.measure import profiling as measure
+from decjax.measure import timing
 from experiments import tiny
 from tests import commands
 from tests.runs import spec_of
@@ -63,8 +63,8 @@ def setup_of(workers, local_size):
 )
 def test_exchanges_are_what_they_are_called(workers, local_size, expected):
     setup = setup_of(workers, local_size)
-    layout = exchanges.layout(setup)
-    actions = exchanges.exchange_actions(setup, [1000, layout.num_bytes])
+    layout = timing.layout(setup)
+    actions = timing.exchange_actions(setup, [1000, layout.num_bytes])
     assert {(what.kind, what.scope) for what in actions} == set(expected) and len(actions) == 2 * len(expected)
     for what, action in actions.items():
         vectors = action()
@@ -87,7 +87,7 @@ def test_all_parts_of_a_step_run_again_and_again():
     )
     assert told == [(1, 3), (2, 3), (3, 3)]
     steps = times_s.pop("gradient").shape[1]
-    assert steps % 3 == 0 and steps <= 3 * max(rounds.STEPS) and times_s.pop("in a row").shape == (2, steps)
+    assert steps % 3 == 0 and steps <= 3 * max(timing.STEPS) and times_s.pop("in a row").shape == (2, steps)
     assert all(times_NxR.shape == (2, 3) and (times_NxR > 0).all() for times_NxR in times_s.values())
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from decjax import codecs, mesh
-from decjax.hlo import wire
+from decjax.program import hlo
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -209,8 +209,8 @@ def test_messages_travel_in_the_declared_bytes(name):
     states = [codec.init(shape, dtype) for dtype in dtypes]
     stacked = workers.stack(([jnp.ones(shape, dtype) for dtype in dtypes], states))
     program = jax.jit(workers.map(lambda xs, states, keys: [swap(*each) for each in zip(xs, states, keys)], (0, 0, None)))
-    hlo = program.lower(*stacked, list(KEYS[:2])).compile().as_text()  # equal keys would produce equal seeds
-    found = wire.collectives(hlo, 2)
+    text = program.lower(*stacked, list(KEYS[:2])).compile().as_text()  # equal keys would produce equal seeds
+    found = hlo.collectives(text, 2)
     assert {collective.kind for collective in found} == {"collective-permute", "all-gather"}
     declared = sum(codec.num_bytes(shape, dtype) for dtype in dtypes)
     for kind in ("collective-permute", "all-gather"):

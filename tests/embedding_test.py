@@ -9,8 +9,8 @@ import pytest
 
 from decjax import mesh, models, pipeline, reduce
 from decjax.channel import Channel
-from decjax.hlo import wire
 from decjax.optim import clip_by_global_norm, synchronize
+from decjax.program import hlo
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 VOCABULARY, WIDTH, STEPS = 16, 8, 20
@@ -74,9 +74,9 @@ class Training:
 
     def sent(self):
         """Return the bytes that the devices of a stage send, [S], by axis."""
-        hlo = self.program.as_text()
-        sent = wire.bytes_by_stage(hlo, self.workers)
-        self.sent_within_groups = wire.bytes_sent(hlo, self.workers.mesh.size).sum() - sum(
+        text = self.program.as_text()
+        sent = hlo.bytes_by_stage(text, self.workers.sizes)
+        self.sent_within_groups = hlo.bytes_sent(text, self.workers.mesh.size).sum() - sum(
             sent_NxS.sum() for sent_NxS in sent.values()
         )
         assert all((sent_NxS == sent_NxS[0]).all() for sent_NxS in sent.values())
@@ -167,7 +167,7 @@ def test_selective_stages_are_divided_by_tensor_parallel_groups():
 
     divided, whole = (Training(2, 2, T, first_of_two, fused=True) for T in (2, 1))
     close(divided.run()[-1], whole.run()[-1])
-    scoped = [collective for collective in wire.collectives(divided.program.as_text(), 8) if collective.stages]
+    scoped = [collective for collective in hlo.collectives(divided.program.as_text(), 8) if collective.stages]
     assert scoped and all(collective.kind == "all-reduce" for collective in scoped)
 
 

@@ -14,7 +14,8 @@ from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.optim.streaming import streaming_diloco
 from decjax.pipeline import stateless
-from decjax.train import divide, engine
+from decjax.program import jaxpr
+from decjax.train import engine
 from decjax.train.step import Step
 from tests import runs
 
@@ -205,7 +206,7 @@ def test_an_exchange_is_cut_at_its_messages(hops):
         return {"exchanged": jnp.exp(message) + jnp.sin(x), "own": y}
 
     def in_turns(x, y):
-        pieces = divide.cut_at_messages(divide.trace(exchange, x, y))
+        pieces = jaxpr.cut_at_messages(jaxpr.trace(exchange, x, y))
         encoded = pieces.encode((x, y))
         programs.append(str(jax.make_jaxpr(lambda encoded: pieces.travel((x, y), encoded))(encoded)))
         return pieces.decode((x, y), encoded, pieces.travel((x, y), encoded))

@@ -12,7 +12,7 @@ import pytest
 from decjax import codecs, gossip, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
-from decjax.hlo import wire
+from decjax.program import hlo
 from decjax.train import checkpoint
 from tests.quadratics import (
     LR,
@@ -219,8 +219,8 @@ def test_declared_bytes_are_those_of_the_compiled_program(name):
     state = jax.eval_shape(w.map(mixer.init, (0,)), stacked)
     for phase in {mixer.phases.start, mixer.phases.stop - 1}:
         exchange = functools.partial(mixer.exchange, phase=phase)
-        hlo = jax.jit(w.map(exchange, (0, 0))).lower(stacked, state).compile().as_text()
-        np.testing.assert_allclose(wire.bytes_sent(hlo, N), mixer.num_bytes(one, phase))
+        text = jax.jit(w.map(exchange, (0, 0))).lower(stacked, state).compile().as_text()
+        np.testing.assert_allclose(hlo.bytes_sent(text, N), mixer.num_bytes(one, phase))
 
 
 # -- Resume -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import decjax
 from decjax import codecs, gossip, mesh, reduce
 from decjax import topology as topology_lib
 from decjax.channel import Channel
-from decjax.hlo import wire
+from decjax.program import hlo
 
 N = 8
 NODE_OPTIONS = {"alternating_exponential_ring": dict(local_size=2), "hierarchical": dict(local_size=2)}
@@ -87,7 +87,7 @@ def test_mixing_with_a_codec_keeps_the_mean_and_sends_what_it_declares(name, cod
         np.testing.assert_allclose(np.mean(mixed["w"], axis=0), tree["w"].mean(axis=0), atol=1e-6)
     program = jax.jit(w.map(lambda x: mixer.exchange(x, mixer.init(x), 0), in_axes=(0,))).lower(tree).compile()
     one = {"w": jax.ShapeDtypeStruct((600,), np.float32)}
-    np.testing.assert_allclose(wire.bytes_sent(program.as_text(), N), mixer.num_bytes(one, 0))
+    np.testing.assert_allclose(hlo.bytes_sent(program.as_text(), N), mixer.num_bytes(one, 0))
 
 
 def test_given_matrices_mix():
@@ -218,7 +218,7 @@ def test_hierarchical_gossip_and_all_reduce_in_float16_do_not_overflow():
     for step, declared_N in steps:
         program = w.jit(step, (0,)).lower(np.full((N, 8), 40000, np.float16)).compile()
         np.testing.assert_allclose(program(np.full((N, 8), 40000, np.float16)), 40000, rtol=1e-3)
-        np.testing.assert_allclose(wire.bytes_sent(program.as_text(), N), declared_N, rtol=1e-12)
+        np.testing.assert_allclose(hlo.bytes_sent(program.as_text(), N), declared_N, rtol=1e-12)
 
 
 def test_sixteen_bit_parameters_are_averaged_in_float32():
@@ -257,8 +257,8 @@ def test_declared_bytes_are_those_of_the_compiled_program(name):
         def exchange(params, phase=phase):
             return mixer.exchange(params, (), phase)
 
-        hlo = jax.jit(w.map(exchange, in_axes=(0,))).lower(stacked).compile().as_text()
-        np.testing.assert_allclose(wire.bytes_sent(hlo, N), mixer.num_bytes(one, phase))
+        text = jax.jit(w.map(exchange, in_axes=(0,))).lower(stacked).compile().as_text()
+        np.testing.assert_allclose(hlo.bytes_sent(text, N), mixer.num_bytes(one, phase))
 
 
 def test_exchange_check_passes_on_every_topology_and_catches_a_broken_one():

@@ -11,8 +11,8 @@ import optax
 
 import decjax
 from decjax.channel import Channel
-from decjax.hlo import wire
 from decjax.optim import Method
+from decjax.program import hlo
 
 N, P = 8, 5
 MODES = ("simulated", "devices")
@@ -70,7 +70,7 @@ class Path:
         one, phases = jax.ShapeDtypeStruct((P,), jnp.float64), map(self.method.phase, range(self.period))
         with jax.enable_x64(True):
             declared = [self.method.num_bytes(one, phase) for phase in phases]
-        return wire.bytes_sent(self._compiled.as_text(), N), np.sum(declared, axis=0)
+        return hlo.bytes_sent(self._compiled.as_text(), N), np.sum(declared, axis=0)
 
 
 def _whole(method, period, steps, x_P, h_PxP, b_P):

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOP_LEVEL = ("configs", "decjax", "experiments", "launch", "tests")
 
 # Part of decjax -> the other parts it may import. A new part must be added here.
-BASE = {"options", "typing", "jaxprs", "mesh", "buckets", "codecs", "channel", "phases", "registry", "noise"}
+BASE = {"options", "typing", "program", "mesh", "buckets", "codecs", "channel", "phases", "registry", "noise"}
 MAY_IMPORT = {
     "options": set(),
     "typing": set(),
@@ -23,10 +23,9 @@ MAY_IMPORT = {
     "signals": set(),
     "topology": {"options", "registry"},
     "schedules": {"options"},
-    "hlo": {"typing", "mesh"},
+    "program": {"typing"},
     "costmodel": {"options", "files", "topology", "schedules"},
-    "jaxprs": set(),
-    "mesh": {"options", "typing", "jaxprs"},
+    "mesh": {"options", "typing", "program"},
     "phases": set(),
     "buckets": {"typing"},
     "noise": set(),
@@ -135,8 +134,8 @@ HOMONYMS = {
     # Private to each model and task, used in its module only.
     "Block": ["decjax.models.decoder", "decjax.models.resnet"],
     "Examples": ["decjax.tasks.images", "decjax.tasks.quadratics"],
-    # HLO text, the program of a step, and that of a member of an elastic run.
-    "Program": ["decjax.elastic.programs", "decjax.hlo.program", "decjax.train.engine"],
+    # A program of a step, and one of a member of an elastic run.
+    "Program": ["decjax.elastic.programs", "decjax.train.engine"],
 }
 
 # Retired names -> the modules that may still contain them.

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from decjax import mesh
-from decjax.hlo import order as hlo_order
-from decjax.mesh import order
+from decjax.program import hlo, order
 
 N = 4
 RING = [(worker, (worker + 1) % N) for worker in range(N)]
@@ -51,7 +50,7 @@ def in_bodies(x, step):
     found["nested"] = jax.lax.scan(lambda c, _: (jax.lax.cond(step > 2, total, passed_on, c), ()), x, length=3)[0]
     found["remat"] = jax.checkpoint(lambda x: jax.lax.scan(tick, x, x)[0])(x)
     found["custom"] = summed(x)
-    with jax.named_scope("runs=3"):
+    with hlo.counted(runs=3):
         found["last"] = jax.lax.all_gather(3 * x, mesh.WORKERS.name)
     return found
 
@@ -70,11 +69,11 @@ def compiled(fn):
 
 def test_bodies_wait_for_what_is_sent_before_them_and_bits_stay(monkeypatch):
     text, found = compiled(in_bodies)
-    assert not hlo_order.unordered(text)
+    assert not hlo.unordered(text)
     assert 'runs=3/all_gather"' in text  # scopes remain: bytes are counted by them
     monkeypatch.setattr(order, "in_order", lambda fn: fn)
     text, expected = compiled(in_bodies)
-    assert len(hlo_order.unordered(text)) > 6
+    assert len(hlo.unordered(text)) > 6
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)
 
@@ -121,4 +120,4 @@ ENTRY %main (x: f32[8], y: f32[8]) -> f32[8] {
 
 @pytest.mark.parametrize("index, found", [(0, [("other", "loop")]), (1, [("sum", "loop"), ("other", "loop")])])
 def test_the_checker_follows_elements_of_tuples_and_lets_collectives_beside_each_other_be(index, found):
-    assert hlo_order.unordered(PROGRAM.replace("INDEX", str(index))) == found
+    assert hlo.unordered(PROGRAM.replace("INDEX", str(index))) == found

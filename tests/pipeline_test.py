@@ -10,10 +10,10 @@ import pytest
 
 from decjax import codecs, costmodel, mesh, models, pipeline, reduce, schedules
 from decjax.channel import Channel
-from decjax.hlo import wire
 from decjax.optim import Method, clip_by_global_norm, synchronize
 from decjax.pipeline import executor
 from decjax.pipeline import ticks as table_lib
+from decjax.program import hlo
 from decjax.train import engine
 from decjax.train.step import Step
 from tests import runs
@@ -283,7 +283,7 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches(remat):
 )
 def test_stages_send_an_activation_for_every_link_and_microbatch(name, S, C, tied, autoencoder):
     workers, program = compiled(S, name, M, C, tied=tied, autoencoder=autoencoder)
-    sent = wire.bytes_by_axis(program.as_text(), workers)
+    sent = hlo.bytes_by_axis(program.as_text(), workers.sizes)
     activation = CONTEXT * (autoencoder or 8) * 4
     table = VOCABULARY * 8 * 4
     loss = S * 2 * (S - 1) / S * 4  # summed over stages
@@ -302,7 +302,7 @@ def test_the_cost_model_tells_what_a_device_of_the_program_sends(N, S, T, ratio)
     state = runs.shapes(lambda: runs.start(source.split(whole.init(jax.random.key(0))), method, workers, source.init), workers)
     batch = jax.ShapeDtypeStruct((N, S, BATCH // N, CONTEXT + 1), jnp.int32, sharding=workers.stacked)
     program = engine.whole_step(Step(source.gradient, method, workers, 0), 0).lower(state, batch, np.int32(0)).compile()
-    sent = {axis: sent_NxS / T for axis, sent_NxS in wire.bytes_by_stage(program.as_text(), workers).items()}
+    sent = {axis: sent_NxS / T for axis, sent_NxS in hlo.bytes_by_stage(program.as_text(), workers.sizes).items()}
 
     layout = costmodel.DeviceLayout(N, S, T, microbatches=M, remat="stages")
     transformer = costmodel.Transformer(DEPTH, 8, 2, VOCABULARY, CONTEXT, BATCH, hidden=8)

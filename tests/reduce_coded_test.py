@@ -10,7 +10,7 @@ import pytest
 from decjax import codecs, reduce
 from decjax.channel import Channel
 from decjax.contrib.gravac import gravac
-from decjax.hlo import wire
+from decjax.program import hlo
 from tests.reducers import (
     MODES,
     STEPS,
@@ -169,7 +169,7 @@ def test_matrices_too_small_for_a_codec_travel_as_values(form):
         for name in ("thin", "bias"):
             np.testing.assert_allclose(out[name][0], grads[name].mean(axis=0), atol=1e-12)
     assert np.abs(sent / 30 - grads["w"].mean(axis=0)).max() < 0.4 < np.abs(out["w"][0] - grads["w"].mean(axis=0)).max()
-    measured_N = wire.bytes_sent(run.program(0).as_text(), N)
+    measured_N = hlo.bytes_sent(run.program(0).as_text(), N)
     np.testing.assert_allclose(run.reducer.num_bytes(run.like, N), measured_N, rtol=1e-12)
 
 

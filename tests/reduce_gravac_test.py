@@ -10,7 +10,7 @@ import pytest
 from configs import lm
 from decjax import codecs
 from decjax.contrib.gravac import gravac
-from decjax.hlo import wire
+from decjax.program import hlo
 from tests.reducers import MODES, STEPS, DenseShards, N, Runner, assert_equal_replicas, flat, gradients, x64
 from tests.stand_ins import dense_top, top
 
@@ -104,7 +104,7 @@ def test_gravac_sends_what_the_rung_in_use_declares():
     """The program contains all rungs as branches; its collectives add up to the declared bytes of all."""
     run = Runner(functools.partial(gravac, ladder=[codecs.make("int8"), top(3)]), dtype=np.float32)
     declared = sum(run.reducer.num_bytes(run.like, N, rung) for rung in run.reducer.phases)
-    np.testing.assert_allclose(wire.bytes_sent(run.program(None).as_text(), N), declared, rtol=1e-12)
+    np.testing.assert_allclose(hlo.bytes_sent(run.program(None).as_text(), N), declared, rtol=1e-12)
     assert not run.reducer.num_bytes(run.like, N, None).any()
 
 

@@ -11,7 +11,7 @@ import pytest
 from decjax import codecs, reduce
 from decjax.channel import Channel
 from decjax.contrib.gravac import gravac
-from decjax.hlo import wire
+from decjax.program import hlo
 from tests.reducers import MODES, N, Runner, all_close, assert_equal_replicas, gradients, mean_of, workers, x64
 from tests.stand_ins import dithered, one_bit, top
 
@@ -92,7 +92,7 @@ REDUCERS = {
 def test_declared_bytes_are_those_of_the_program(name):
     run = Runner(REDUCERS[name], dtype=np.float32)
     for phase in run.reducer.phases:
-        measured_N = wire.bytes_sent(run.program(phase).as_text(), N)
+        measured_N = hlo.bytes_sent(run.program(phase).as_text(), N)
         np.testing.assert_allclose(run.reducer.num_bytes(run.like, N, phase), measured_N, rtol=1e-12)
         assert (measured_N > 0).all() == (phase != reduce.SILENT)
 

@@ -11,8 +11,8 @@ import pytest
 
 from configs import lm
 from decjax import optim, reduce, train
-from decjax.hlo import wire
 from decjax.pipeline import stateless
+from decjax.program import hlo
 from decjax.train import engine
 from decjax.train import state as state_lib
 from decjax.train.step import Step
@@ -110,7 +110,7 @@ def test_declared_bytes_are_those_of_the_compiled_step(configured, name):
     program = engine.compile_per_phase(Step(stateless(gradients), method, trainer.workers, 0))
     for phase in dict.fromkeys(map(method.phase, range(STEPS))):
         step = program(phase, state, trainer.batch(0), np.int32(0))
-        measured_N = wire.bytes_sent(step.executables[0].as_text(), N)
+        measured_N = hlo.bytes_sent(step.executables[0].as_text(), N)
         declared = sum(method.num_bytes(one, p) for p in (method.phases if phase is None else [phase]))
         np.testing.assert_allclose(measured_N, declared, rtol=1e-12)
         assert (measured_N > 0).all() == (phase != reduce.SILENT)

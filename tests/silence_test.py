@@ -1,4 +1,4 @@
-"""decjax/measure/silence.py: no messages, all of the arithmetic; and the cost of compressed methods' messages in measure.form."""
+"""Programs without their messages: nothing is sent and all of the arithmetic is left; and the message sizes in `measure.form`."""
 
 import functools
 
@@ -8,9 +8,8 @@ import pytest
 
 from configs import lm
 from decjax import costmodel, measure, mesh, train
-from decjax.hlo import wire
 from decjax.measure import profiling as measure_lib
-from decjax.measure import silence
+from decjax.program import hlo, jaxpr
 from tests.runs import spec_of
 
 WORKERS = 4
@@ -35,7 +34,7 @@ def test_a_worker_hears_itself():
         return (workers.axis.mean(x_P), workers.axis.all_gather(x_P), workers.axis.exchange(x_P, [(0, 1), (1, 0)]), 2 * x_P)
 
     x_NxP = np.arange(4.0 * WORKERS, dtype=np.float32).reshape(WORKERS, 4)
-    mean, gathered, heard, twice = workers.jit(silence.silent(talk, workers.axis, sums), (0,))(x_NxP)
+    mean, gathered, heard, twice = workers.jit(jaxpr.silent(talk, lambda: workers.axis.index, sums), (0,))(x_NxP)
     np.testing.assert_array_equal(mean, x_NxP / WORKERS)  # its own value is the sum
     np.testing.assert_array_equal(gathered, np.repeat(x_NxP[:, None], WORKERS, axis=1))
     np.testing.assert_array_equal(heard, x_NxP)
@@ -62,8 +61,8 @@ def test_an_update_computes_all_and_sends_nothing(shorthand):
     def compiled(fn):
         return workers.jit(fn, (0, 0)).lower(state, state.params).compile()
 
-    loud, silent = compiled(update), compiled(silence.silent(update, workers.axis))
-    assert wire.bytes_sent(loud.as_text(), WORKERS).min() > 0 and not wire.bytes_sent(silent.as_text(), WORKERS).any()
+    loud, silent = compiled(update), compiled(jaxpr.silent(update, lambda: workers.axis.index))
+    assert hlo.bytes_sent(loud.as_text(), WORKERS).min() > 0 and not hlo.bytes_sent(silent.as_text(), WORKERS).any()
     # Nothing is left out; without a message in between, the compiler may compute something twice if that is faster.
     assert 0.95 <= silent.cost_analysis()["flops"] / loud.cost_analysis()["flops"] < 1.3
 

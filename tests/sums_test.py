@@ -14,8 +14,7 @@ import pytest
 from configs import lm
 from decjax import config, mesh, models, registry
 from decjax.contrib import tensor_sums as sums
-from decjax.hlo import wire
-from decjax.hlo.program import Program
+from decjax.program import hlo
 from experiments.bench import axis_bytes
 from tests.tiny_runs import launch, losses, prepare, text  # noqa: F401  Fixtures.
 
@@ -82,19 +81,19 @@ def test_training_with_coded_sums_is_the_dense_reference(K):
     assert step._cache_size() <= 2, "a further call recompiled"  # the first one has the layout of `stack`
 
 
-def bytes_of_sums(hlo, devices):
+def bytes_of_sums(text, devices):
     """Return the bytes that each device sends for coded sums, each instruction once."""
-    own = [each for body in Program(hlo).computations.values() for each in body if sums.SCOPE in each.line]
-    return sum(each.sent(devices) for each in wire.collectives(own, devices))
+    own = [each for body in hlo.Module(text).computations.values() for each in body if sums.SCOPE in each.line]
+    return sum(each.sent(devices) for each in hlo.collectives(own, devices))
 
 
 @pytest.mark.parametrize("K, codec", [(2, CODEC), (4, CODEC), (2, "zfp(rate=8)"), (4, "int8")])
 def test_bytes_of_the_program_are_those_declared(K, codec):
     """one sum forward and one backward"""
     workers, step = half_layer(K, codec)
-    hlo = step.lower(workers.stack([jnp.asarray(w) for w in WEIGHTS]), X, Y).compile().as_text()
+    text = step.lower(workers.stack([jnp.asarray(w) for w in WEIGHTS]), X, Y).compile().as_text()
     made = registry.make("codec", codec)
-    np.testing.assert_array_equal(bytes_of_sums(hlo, K), np.full(K, 2 * sums.CodedSums(codec=made).num_bytes((R, D), K)))
+    np.testing.assert_array_equal(bytes_of_sums(text, K), np.full(K, 2 * sums.CodedSums(codec=made).num_bytes((R, D), K)))
 
 
 # -- In training ------------------------------------------------------------------------------------------------------

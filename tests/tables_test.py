@@ -12,7 +12,7 @@ from configs import clicks
 from decjax import config, mesh, train
 from decjax.contrib.clicks import DividedTables, bounds
 from decjax.elastic import trainer as elastic
-from decjax.hlo import wire
+from decjax.program import hlo
 from tests.runs import run_of, trainer_of
 from tests.tiny_runs import assert_equal_states, forget_after
 
@@ -204,7 +204,7 @@ def test_declared_bytes_are_those_of_the_program(shorthand):
     plain = DividedTables(task=trainer.setup.task, axis=trainer.workers.axis, num_workers=N, batch_size=B).num_bytes
     assert plain == (N - 1) * P * B * 4 * (1 + 2 * D)
     assert (trainer.setup.source.num_bytes == plain) == (shorthand == "divided")
-    kinds = [each.kind for each in wire.collectives(program.executables[0].as_text(), N)]
+    kinds = [each.kind for each in hlo.collectives(program.executables[0].as_text(), N)]
     assert kinds.count("all-to-all") == {"divided": 3, CODED: 5}.get(shorthand, 4)
 
 

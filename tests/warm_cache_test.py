@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from decjax.hlo import order
+from decjax.program import hlo
 from tests import several_runs
 
 GOSSIP = "topology=one_peer_exponential,optimizer=accum_adamw"
@@ -73,4 +73,4 @@ def test_runs_from_a_warm_cache_are_the_same(kind, tmp_path):
     texts = {path.name: path.read_text() for path in programs.glob("*after_optimizations.txt")}
     assert any("all-reduce" in text or "collective-permute" in text for text in texts.values())
     if kind != "divided":
-        assert not {name: pairs for name, text in texts.items() if (pairs := order.unordered(text))}
+        assert not {name: pairs for name, text in texts.items() if (pairs := hlo.unordered(text))}

@@ -9,8 +9,8 @@ import pytest
 
 from configs import lm
 from decjax import topology as topology_lib
-from decjax.hlo import wire
 from decjax.pipeline import stateless
+from decjax.program import hlo
 from decjax.train import engine
 from decjax.train.step import Step
 from tests.runs import trainer_of
@@ -71,34 +71,34 @@ def permute(x, axis_name=ALL):
     ids=["permute", "all-reduce", "local axis", "node axis", "grouped", "reduce-scatter", "all-gather"],
 )
 def test_compiled_collectives(fn, kind, groups, num_bytes, sent_N):
-    hlo = compiled(fn)
-    (collective,) = wire.collectives(hlo, N)
-    assert collective == wire.Collective(kind, groups, num_bytes)
-    np.testing.assert_allclose(wire.bytes_sent(hlo, N), sent_N, rtol=1e-12)
+    text = compiled(fn)
+    (collective,) = hlo.collectives(text, N)
+    assert collective == hlo.Collective(kind, groups, num_bytes)
+    np.testing.assert_allclose(hlo.bytes_sent(text, N), sent_N, rtol=1e-12)
 
 
 def test_compiled_permutes_of_other_dtypes():
-    assert wire.bytes_sent(compiled(permute, 12, jnp.bool_), N)[0] == 12
-    assert wire.bytes_sent(compiled(permute, 12, jnp.int8), N)[0] == 12
-    assert wire.bytes_sent(compiled(permute, 12, jnp.uint16), N)[0] == 24
+    assert hlo.bytes_sent(compiled(permute, 12, jnp.bool_), N)[0] == 12
+    assert hlo.bytes_sent(compiled(permute, 12, jnp.int8), N)[0] == 12
+    assert hlo.bytes_sent(compiled(permute, 12, jnp.uint16), N)[0] == 24
 
 
 def test_all_reduces_that_xla_combines_count_in_full():
-    hlo = compiled(lambda x: jax.lax.psum(x, ALL) + jnp.pad(jax.lax.psum(3 * x[:, :5], ALL), ((0, 0), (0, 7))))
-    found = wire.collectives(hlo, N)
+    text = compiled(lambda x: jax.lax.psum(x, ALL) + jnp.pad(jax.lax.psum(3 * x[:, :5], ALL), ((0, 0), (0, 7))))
+    found = hlo.collectives(text, N)
     assert sum(collective.num_bytes for collective in found) == 4 * (12 + 5)
-    assert len(found) == 1 and "(f32[1,12]" in hlo, "nothing was combined, so this tests no tuple"
+    assert len(found) == 1 and "(f32[1,12]" in text, "nothing was combined, so this tests no tuple"
 
 
 def test_program_without_collectives_sends_nothing():
-    hlo = compiled(lambda x: jnp.sin(x) * jax.lax.axis_index(ALL))
-    assert wire.collectives(hlo, N) == []
-    np.testing.assert_array_equal(wire.bytes_sent(hlo, N), np.zeros(N))
+    text = compiled(lambda x: jnp.sin(x) * jax.lax.axis_index(ALL))
+    assert hlo.collectives(text, N) == []
+    np.testing.assert_array_equal(hlo.bytes_sent(text, N), np.zeros(N))
 
 
 def test_several_collectives_add_up():
-    hlo = compiled(lambda x: jax.lax.psum(permute(x), "local"))
-    np.testing.assert_allclose(wire.bytes_sent(hlo, N), np.array([48, 48, 0, 48, 0, 0, 0, 0]) + 48)
+    text = compiled(lambda x: jax.lax.psum(permute(x), "local"))
+    np.testing.assert_allclose(hlo.bytes_sent(text, N), np.array([48, 48, 0, 48, 0, 0, 0, 0]) + 48)
 
 
 # -- Lines as accelerators print them ---------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ LINES = {
 
 @pytest.mark.parametrize("line, expected", LINES.values(), ids=LINES)
 def test_lines(line, expected):
-    assert wire.collectives(f'ENTRY %main {{\n{line}, metadata={{op_name="a(b)"}}\n}}', N) == [wire.Collective(*expected)]
+    assert hlo.collectives(f'ENTRY %main {{\n{line}, metadata={{op_name="a(b)"}}\n}}', N) == [hlo.Collective(*expected)]
 
 
 @pytest.mark.parametrize(
@@ -206,12 +206,12 @@ def test_lines(line, expected):
     ],
 )
 def test_lines_that_send_nothing(line):
-    assert wire.collectives(line, N) == []
+    assert hlo.collectives(line, N) == []
 
 
 def test_unreadable_groups_are_refused_rather_than_guessed():
     with pytest.raises(ValueError, match="replica groups .*device_ids"):
-        wire.collectives("  %ar = f32[8] all-reduce(%x), replica_groups=mesh['a'=8], device_ids=(7,6,5,4,3,2,1,0) {'a'}", N)
+        hlo.collectives("  %ar = f32[8] all-reduce(%x), replica_groups=mesh['a'=8], device_ids=(7,6,5,4,3,2,1,0) {'a'}", N)
 
 
 # -- The training step ------------------------------------------------------------------------------------------------
@@ -285,11 +285,11 @@ def test_bytes_of_a_step(folder, argument, messages, largest_group, largest_part
     own = argument in ("topology=one_peer_exponential", "method=allreduce")  # gradients of the model
     measured = steps(folder, argument, None if own else quick_gradients)
     assert len(measured) == (3 if "exponential" in argument else 1)
-    for hlo, sent_N, declared_N, num_bytes in measured:
+    for text, sent_N, declared_N, num_bytes in measured:
         np.testing.assert_allclose(sent_N, messages * num_bytes, rtol=1e-12)
         np.testing.assert_allclose(declared_N, sent_N, rtol=1e-12)
-        np.testing.assert_array_equal(wire.bytes_sent(hlo, N), sent_N)
-        collectives = wire.collectives(hlo, N)
+        np.testing.assert_array_equal(hlo.bytes_sent(text, N), sent_N)
+        collectives = hlo.collectives(text, N)
         assert max((len(group) for c in collectives for group in c.groups), default=1) == largest_group
         if largest_party:
             assert parties(collectives) == {largest_party}
@@ -302,10 +302,10 @@ def test_bytes_of_alternating_exponential_ring(folder):
     measured = steps(folder, "topology=alternating_exponential_ring,local_size=2", gradients=quick_gradients)
     assert len(measured) == topology.period
     meetings = 0
-    for phase, (hlo, sent_N, declared_N, num_bytes) in enumerate(measured):
+    for phase, (text, sent_N, declared_N, num_bytes) in enumerate(measured):
         np.testing.assert_allclose(declared_N, sent_N, rtol=1e-12)
         joint = {source for shift in topology.rounds[phase].shifts for source, _ in shift.pairs}
-        collectives = wire.collectives(hlo, N)
+        collectives = hlo.collectives(text, N)
         assert max(len(group) for c in collectives for group in c.groups) == L
         assert parties(collectives) == ({2 * L} if len(joint) == N // L else {L, 2 * L} if joint else {L})
         out_of_node = np.zeros(N // L)
@@ -339,17 +339,17 @@ def test_bytes_of_alternating_exponential_ring(folder):
 )
 def test_bytes_of_compressed_messages(folder, argument):
     plain = {"beer": 2}.get(argument.split("mixer=")[1].split(",")[0], 1)  # messages as long as the parameters
-    for hlo, sent_N, declared_N, num_bytes in steps(folder, argument, gradients=quick_gradients):
+    for text, sent_N, declared_N, num_bytes in steps(folder, argument, gradients=quick_gradients):
         np.testing.assert_allclose(declared_N, sent_N, rtol=1e-12)
-        shifts = sum(c.kind == "collective-permute" for c in wire.collectives(hlo, N))
-        assert shifts and {c.kind for c in wire.collectives(hlo, N)} == {"collective-permute"}
+        shifts = sum(c.kind == "collective-permute" for c in hlo.collectives(text, N))
+        assert shifts and {c.kind for c in hlo.collectives(text, N)} == {"collective-permute"}
         assert 0 < sent_N.max() < plain * num_bytes * shifts
 
 
 def test_steps_without_mixing_send_nothing(folder):
     measured = steps(folder, "topology=ring", gradients=quick_gradients, every=2)
     assert [(sent_N == 0).all() for _, sent_N, _, _ in measured] == [True, False]
-    assert wire.collectives(measured[0][0], N) == []
+    assert hlo.collectives(measured[0][0], N) == []
 
 
 def test_a_traced_phase_reports_the_mean_over_phases(folder):

@@ -2,8 +2,8 @@
 
 Actions are timed in rounds, one after the other in an order that rotates, so that other load on the machines affects all of them
 alike; results are medians over rounds. All workers wait for each other before an action and start it together, so that those that
-share cores do so as in training. The time of an exchange is that of the slowest worker; that of other actions lies between the mean
-over workers and the slowest one's, as `own_share` says, for which gradients are also timed in a row, without waiting.
+share cores do so as in training. The time of an exchange is that of the slowest worker. The time of other actions lies between the
+mean over workers and the slowest one's; `fit.own_share` places it, from gradients that are also timed in a row, without waiting.
 
 Exchanges run through `mesh.Axis`, in as many messages as the model has buckets, scaled to the total size in question. Their time is
 that of the whole exchange, so the workload of the profile has a single bucket.
@@ -17,16 +17,15 @@ Between nodes, shifts and pairs use one worker per node, so that no two messages
 Where training sends from a separate thread, the exchange of the model is also timed while a gradient is computed, in the parts in which
 training sends it: both need the same cores, so it takes longer.
 
-Gossip and compressed methods are timed without their messages: everything that training does after the gradient, by its engine, where
-each worker receives its own messages (`silence`). The time beyond the optimizer's is combining and coding. The time of the messages
-follows from their bytes.
+Gossip and compressed methods are timed without their messages (`program.jaxpr.silent`): everything that training does after the
+gradient, by its engine. The time beyond the optimizer's is combining and coding. The time of the messages follows from their bytes.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +36,9 @@ from decjax import config as config_lib
 from decjax.costmodel import Cluster, Compressed, Link, Workload, fit
 from decjax.errors import ConfigError
 from decjax.gossip import rounds as rounds_lib
-from decjax.measure import exchanges, silence
-from decjax.measure.exchanges import OverlappedExchange, TimedExchange, exchange_actions
-from decjax.measure.rounds import Actions, Stopwatch, take_rounds
+from decjax.measure import timing
+from decjax.measure.timing import Action, TimedExchange
+from decjax.program import jaxpr
 from decjax.train import engine
 from decjax.train.trainer import Trainer
 
@@ -111,7 +110,7 @@ def prepare(spec: config_lib.RunSpec) -> Trainer:
 # -- Timed actions ----------------------------------------------------------------------------------------------------
 
 
-def step_actions(trainer: Trainer) -> Actions:
+def step_actions(trainer: Trainer) -> dict[str, Action]:
     """Return the parts of a training step, "forward", "gradient" and "optimizer", each a separate program on all workers."""
     workers, key = trainer.workers, jax.random.key(trainer.spec.seed)
     state, batches = trainer.init(), [trainer.batch(step) for step in range(BATCHES)]
@@ -125,7 +124,7 @@ def step_actions(trainer: Trainer) -> Actions:
     shapes = {tuple(x.shape for x in jax.tree.leaves(batch)): batch for batch in batches}
     for batch in shapes.values():  # Each is compiled here, so that no round compiles.
         forward(params, variables, batch)
-        _, grads = gradient(params, variables, batch)
+    grads = [gradient(params, variables, batch)[1] for batch in shapes.values()][-1]
     turns = itertools.cycle(batches)
 
     def optimizer():
@@ -140,12 +139,12 @@ def step_actions(trainer: Trainer) -> Actions:
     }
 
 
-def codec_actions(trainer: Trainer) -> Actions:
+def codec_actions(trainer: Trainer) -> dict[str, Action]:
     """Return the encoding and decoding of the model's buckets, by the codec's name."""
     workers = trainer.workers
     vectors = [
         workers.build(lambda worker, size=bucket.size: np.linspace(-1, 1, size, dtype=np.float32))
-        for bucket in exchanges.layout(trainer).buckets
+        for bucket in timing.layout(trainer).buckets
     ]
 
     def code(codec, x_P):
@@ -201,20 +200,25 @@ def form(name: str, spec: config_lib.RunSpec) -> Form:
             f"{name!r} cannot be measured as a compressed method: it must be gossip in order 'awc', or an all-reduce "
             "that is not stale, with phases that do not depend on data"
         )
-    params = exchanges.shapes(trainer)
+    params = timing.shapes(trainer)
     sent = np.mean([method.num_bytes(params, phase).mean() for phase in phases])
-    total_bytes, n = exchanges.layout(trainer).num_bytes, workers.num_workers
+    total_bytes, n = timing.layout(trainer).num_bytes, workers.num_workers
     if topology:
-        exact = np.mean([rounds_lib.sent_bytes(round_, exchanges.layout(trainer)).mean() for round_ in topology.rounds])
+        exact = np.mean([rounds_lib.sent_bytes(round_, timing.layout(trainer)).mean() for round_ in topology.rounds])
         return Form(name, trainer, phases, float(sent / exact), 1.0)
     sums, like = [], trainer.abstract
     workers.eval_shape(_silent_update(trainer, phases[0], sums), (0, 0), like, like.params)
     return Form(name, trainer, phases, float(sent / (2 * (n - 1) / n * total_bytes)), sum(sums))
 
 
-def _silent_update(trainer: Trainer, phase: int | None = None, sums: list[float] | None = None) -> Callable[..., Any]:
-    """Return the update of a worker, without its messages: all that it computes after its gradient."""
-    return silence.silent(functools.partial(trainer.step_parts.update, phase=phase), trainer.workers.axis, sums)
+def _silent(trainer: Trainer, fn: Callable, sums: list[float] | None = None) -> Callable:
+    """Return a function of one worker without its messages; see `jaxpr.silent`."""
+    return jaxpr.silent(fn, lambda: trainer.workers.axis.index, sums)
+
+
+def _silent_update(trainer: Trainer, phase: int | None = None, sums: list[float] | None = None) -> Callable:
+    """Return all that a worker computes after its gradient, without its messages."""
+    return _silent(trainer, functools.partial(trainer.step_parts.update, phase=phase), sums)
 
 
 def gossip(trainer: Trainer) -> Form:
@@ -224,13 +228,13 @@ def gossip(trainer: Trainer) -> Form:
     return Form("gossip", Trainer(spec), (0,), 1.0, 1.0)
 
 
-def coding_actions(forms: Sequence[Form]) -> Actions:
+def coding_actions(forms: Sequence[Form]) -> dict[tuple[str, int], Action]:
     """Return the updates of methods without their messages, as training runs them, by (name, phase)."""
     actions = {}
     for name, trainer, phases, *_ in forms:
         state = [trainer.init()]
         grads = jax.tree.map(lambda x: 1e-3 * x, state[0].params)
-        messages = functools.partial(silence.silent, axis=trainer.workers.axis)
+        messages = functools.partial(_silent, trainer)
         for phase in phases:
             run = engine.compile_update(trainer.step_parts, trainer.spec.engine, phase, state[0], grads, messages)
 
@@ -247,7 +251,7 @@ def coding_actions(forms: Sequence[Form]) -> Actions:
 
 def sizes_up_to_model(trainer: Trainer) -> tuple[int, ...]:
     """Return the sizes of exchanges to time, in bytes, ascending; the largest is the model's, or 1 MiB for a smaller model."""
-    largest = max(exchanges.layout(trainer).num_bytes, LEAST_BYTES)
+    largest = max(timing.layout(trainer).num_bytes, LEAST_BYTES)
     return tuple(largest // RATIO**k for k in reversed(range(SIZES)))
 
 
@@ -275,18 +279,18 @@ def measure(
     Raises:
         ValueError: if larger exchanges do not take longer, so that no bandwidth can be fitted.
     """
-    watch = Stopwatch(trainer.workers)
+    watch = timing.Stopwatch(trainer.workers)
     steps, codings = step_actions(trainer), codec_actions(trainer)
-    exchanged, forms = exchange_actions(trainer, sizes or sizes_up_to_model(trainer)), [gossip(trainer), *forms]
+    exchanged, forms = timing.exchange_actions(trainer, sizes or sizes_up_to_model(trainer)), [gossip(trainer), *forms]
     # Elsewhere a compiler overlaps both, and devices of one process could occupy all threads with waiting.
-    overlapped = OverlappedExchange(trainer, steps["gradient"]) if trainer.workers.needs_sender else None
-    actions = steps | exchanged | codings | coding_actions(forms) | ({"overlapped": overlapped} if overlapped else {})
-    times_s = take_rounds(watch, actions, seconds, rounds, note)
+    overlapped = timing.OverlappedExchange(trainer, steps["gradient"]) if trainer.workers.needs_sender else None
+    actions = {**steps, **exchanged, **codings, **coding_actions(forms), **({"overlapped": overlapped} if overlapped else {})}
+    times_s = timing.take_rounds(watch, actions, seconds, rounds, note)
     step_s, codec_s = {part: times_s[part] for part in (*steps, "in a row")}, {codec: times_s[codec] for codec in codings}
     share = _own_share(step_s, times_s["optimizer"].shape[1])
     coding_s = {form.name: np.mean([times_s[form.name, phase] for phase in form.phases], axis=0) for form in forms}
     exchange_s = {what: times_s[what].max(axis=0) for what in exchanged}
-    total_bytes = exchanges.layout(trainer).num_bytes
+    total_bytes = timing.layout(trainer).num_bytes
     measurements = [
         fit.Measurement(what.kind, what.num_bytes, float(np.median(slowest_s)), what.scope, what.num_workers)
         for what, slowest_s in exchange_s.items()

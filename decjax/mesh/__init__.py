@@ -18,7 +18,6 @@ arrays, and sends to the other devices of the group along `GROUP`.
     axis       `Axis`: exchanges, means, gathers
     tensor     arrays divided between the devices of a tensor-parallel group
     workers    the mesh, and mapping functions over it
-    order      one order of collectives on CPU devices
 
 Axis names are written in this package only. `shard_map` runs with `check_vma=False`: grouped collectives need it, and a user's model
 may scan over constants. Therefore no collective may be inside a loss that is differentiated.

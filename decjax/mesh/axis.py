@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decjax.program import hlo
+
 NODE, LOCAL, STAGE = "node", "local", "stage"
 
 
@@ -65,7 +67,7 @@ class Axis:
 
         Only the collective is conditional, not what is computed for it: the compiler may divide that between the devices of a
         tensor-parallel group, and some of its messages wait for all devices. All workers of a stage take the same branch, so their
-        collective is complete. In the compiled program it has the scope `stages=…`, from which `decjax.hlo` counts bytes.
+        collective is complete. It is traced within `hlo.counted`, from which bytes are counted.
         `exchange`, `sum`, `scatter_mean` and `gather` are not conditional, and raise a RuntimeError on such an axis.
         """
         return dataclasses.replace(self, senders=tuple(stages))
@@ -221,7 +223,7 @@ class Axis:
         stages = self.senders
         if stages is None or len(stages) == STAGES.size:
             return collective(x)
-        scoped = jax.named_scope(f"stages={','.join(map(str, stages))}")(collective)
+        scoped = hlo.counted(stages=stages)(collective)
         return jax.lax.cond((STAGES.index == np.array(stages)).any(), scoped, anything, x)
 
     def _check_all_send(self, what: str) -> None:

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax import options
-from decjax.mesh import order
 from decjax.mesh.axis import LOCAL, NODE, SIMULATED, STAGE, WORKERS, Axis, between_cpu_processes
 from decjax.mesh.tensor import TENSOR, EachDevice, divide
+from decjax.program import order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,11 @@ class Workers:
     def tensor(self) -> int:
         """T, the number of devices in a tensor-parallel group."""
         return 1 if self.mesh is None else self.mesh.shape[TENSOR]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The numbers of workers, of stages of a worker, and of devices of a stage, as the mesh has them."""
+        return (self.num_workers, self.stages, 1) if self.mesh is None else (self.num_workers, *self.mesh.devices.shape[2:])
 
     @property
     def axis(self) -> Axis:
@@ -331,7 +336,9 @@ def make_workers(
     else:
         mesh = jax.make_mesh(shape, axes, axis_types=types, devices=devices[:needed])
     workers = Workers(num_workers, local_size, mesh, stages, tuple(divided))
-    if workers.on_cpu and tensor > 1:  # See `mesh.order`: no program of this process goes into the compilation cache from here on.
+    if (
+        workers.on_cpu and tensor > 1
+    ):  # See `program.order`: no program of this process goes into the compilation cache from here on.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
     return workers
 

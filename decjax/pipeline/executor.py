@@ -22,15 +22,14 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 
 from decjax import mesh, schedules
 from decjax.pipeline import accumulate, stages
 from decjax.pipeline import boundary as boundary_lib
 from decjax.pipeline.ticks import BACKWARD, BOXES, FORWARD, NOWHERE, Label, Message, Table, is_one_permutation, tabulate
-
-DENSE = "as they are"
+from decjax.program import hlo, jaxpr
+from decjax.typing import PyTree
 
 
 class Pipeline(NamedTuple):
@@ -165,7 +164,7 @@ def _exchange(boundary, table, state, given):
     device = _Device(boundary, table, at, made, tokens_MxBxT1, mesh.own_key(key))
     channels, outgoing, state = device.send(state)
     branches = [functools.partial(_moved, *of, channels) for of in zip(table.patterns, table.runs)]
-    arrived, state = device.receive(jax.lax.switch(pattern, branches, outgoing), channels, state)
+    arrived, state = device.receive(jax.lax.switch(pattern, branches, outgoing), state)
     return state, _gathered(arrived, at, whole)
 
 
@@ -187,24 +186,26 @@ class _Device:
         return boundary_lib.Place(like, self.at["stage"], microbatch, chunk, tokens_BxT1, self.key)
 
     def send(self, state):
-        """(form of each label's messages, message of this stage by form, the boundary's state)."""
-        at, channels, outgoing = self.at, {}, {}
+        """Return (position of each label's message in the outgoing ones, these, one of each form, the boundary's state)."""
+        at, channels, forms, outgoing = self.at, {}, [], []
         for i, label in enumerate(self.table.labels):
-            if transfer := self.boundary.transfers.get(label):
+            message, form, transfer = self.made, None, self.boundary.transfers.get(label)
+            if transfer:
                 message, state = _send(transfer, at["sent"] == i, self.made, state, self.place(at["microbatch"], at["chunk"]))
-                channels[label] = form = str(jax.tree.map(jax.typeof, message))
-                # A stage sends at most one message per tick; those of its other labels are zeros.
-                outgoing[form] = jax.tree.map(jnp.add, outgoing[form], message) if form in outgoing else message
-            else:
-                channels[label] = DENSE
-                outgoing[DENSE] = self.made
+                form = jax.tree.structure(message), [(x.shape, x.dtype) for x in jax.tree.leaves(message)]
+            if form not in forms:
+                forms.append(form)
+                outgoing.append(message)
+            elif transfer:  # A stage sends at most one message per tick; those of its other labels are zeros.
+                outgoing[forms.index(form)] = jax.tree.map(jnp.add, outgoing[forms.index(form)], message)
+            channels[label] = forms.index(form)
         return channels, outgoing, state
 
-    def receive(self, incoming, channels, state):
-        """(what arrives, by kind, the boundary's state), from the message of each label."""
+    def receive(self, incoming, state):
+        """Return (what arrives, by kind, the boundary's state), from the message of each label."""
         at, labels = self.at, self.table.labels
         arrived = {kind: jnp.zeros_like(self.made) for kind in BOXES}
-        arrived |= {kind: incoming[kind, compress] for kind, compress in labels if channels[kind, compress] == DENSE}
+        arrived |= {label[0]: incoming[label] for label in labels if label not in self.boundary.transfers}
         for i, label in enumerate(labels):
             kind, _ = label
             if transfer := self.boundary.transfers.get(label):
@@ -214,13 +215,13 @@ class _Device:
         return arrived, state
 
 
-def _moved(messages: Iterable[Message], runs: int, channels: dict[Label, str], outgoing: dict[str, Any]) -> dict[Label, Any]:
+def _moved(messages: Iterable[Message], runs: int, channels: dict[Label, int], outgoing: list[PyTree]) -> dict[Label, PyTree]:
     """What arrives of each label when these messages are exchanged; zeros of the others."""
     nothing = jax.tree.map(jnp.zeros_like, outgoing)
     arrived = {label: nothing[channel] for label, channel in channels.items()}
     for group in _joint(messages, channels):
         pairs = sorted(pair for message in group for pair in message.pairs)
-        with jax.named_scope(f"runs={runs}"):  # `decjax.hlo` reads it, to count bytes.
+        with hlo.counted(runs=runs):
             moved = jax.tree.map(lambda leaf: mesh.STAGES.exchange(leaf, pairs), outgoing[channels[group[0].label]])
         arrived |= {message.label: moved for message in group}
         # The same order on all stages, or they would wait for each other's messages (a deadlock).
@@ -242,12 +243,12 @@ def _gathered(arrived: dict[str, jax.Array], at: dict[str, jax.Array], like: jax
     return whole
 
 
-def _joint(messages: Iterable[Message], channels: dict[Label, str]) -> Iterable[list[Message]]:
+def _joint(messages: Iterable[Message], channels: dict[Label, int]) -> Iterable[list[Message]]:
     """Groups of a tick's messages that one permutation sends, so that a stage can send and receive at once.
 
     A group has all messages of one form, or a single one where a stage would receive two of them.
     """
-    groups: dict[str, list[Message]] = {}
+    groups: dict[int, list[Message]] = {}
     for message in messages:
         groups.setdefault(channels[message.label], []).append(message)
     for group in groups.values():
@@ -301,11 +302,10 @@ class _Passes:
         blocks, run = jax.eval_shape(lambda: self._blocks(0)[1]), self._blocks(0)[0]
         _, pullback = jax.eval_shape(lambda blocks, x: jax.vjp(run, blocks, x), blocks, self.activation)
         leaves = lambda blocks, x: jax.tree.leaves(jax.vjp(run, blocks, x)[1])
-        closed, shapes = jax.make_jaxpr(leaves, return_shape=True)(blocks, self.activation)
-        program = closed.jaxpr
+        program, _, shapes = jaxpr.trace(leaves, blocks, self.activation)
         parameters = {variable: i for i, variable in enumerate(program.invars[: len(jax.tree.leaves(blocks))])}
         self._tree = jax.tree.structure(pullback)
-        self._known = [None if isinstance(atom, jax.extend.core.Literal) else parameters.get(atom) for atom in program.outvars]
+        self._known = [next(map(parameters.get, jaxpr.variables([atom])), None) for atom in program.outvars]
         return [shape for shape, i in zip(shapes, self._known) if i is None]
 
     def start(self, slots: dict[str, int], state: Any) -> _Carry:

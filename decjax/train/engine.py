@@ -17,7 +17,6 @@ from collections.abc import Callable
 import concurrent.futures
 import functools
 import itertools
-import re
 from typing import Any, NamedTuple
 import warnings
 
@@ -27,9 +26,8 @@ import numpy as np
 from decjax import mesh, options
 from decjax.config.rules import check_engine
 from decjax.config.spec import Engine
-from decjax.hlo import wire
 from decjax.optim.method import Method
-from decjax.train import divide
+from decjax.program import hlo, jaxpr
 from decjax.train.state import State
 from decjax.train.step import Step
 
@@ -84,7 +82,7 @@ def compile_per_phase(step: Step, engine: Engine = "fused") -> Callable[..., Pro
             run, executables = compile_phase(phase, state, batch, number)
             sent: dict[str, Any] = {}
             if workers.mesh is not None:
-                found = [wire.bytes_by_axis(executable.as_text(), workers) for executable in executables]  # pyright: ignore[reportArgumentType]
+                found = [hlo.bytes_by_axis(hlo.text(executable), workers.sizes) for executable in executables]
                 sent = {axis: sum(of[axis] for of in found) for axis in found[0]}
             if workers.mesh is None or phase is None:
                 sent["worker"] = workers.stages * method.num_bytes(workers.one_device(state.params), phase)
@@ -114,13 +112,12 @@ def whole_step(step: Step, phase: int | None) -> Callable:
     return step.workers.jit(functools.partial(step.train_step, phase=phase), (0, 0, None), donate_argnums=(0,))
 
 
-def _early_exchange(platform: str | None, program: str) -> dict[str, bool | int]:
+def _early_exchange(platform: str | None, routes: list[tuple[str, str]]) -> dict[str, bool | int]:
     """Compiler options for an exchange that does not need the gradient: start it as early and wait for it as late as possible.
 
     By default the compilers of GPUs and TPUs assume fast links and start late, and they allow only one message in flight (GPU) or
     five (TPU), so that the others are sent after the backward pass.
     """
-    routes = re.findall(r"stablehlo\.(collective_permute|all_reduce)\b.*?(?:source_target_pairs|replica_groups) = (.*?>)", program)
     if platform == "tpu":
         return {"xla_tpu_use_aggressive_scheduling": True, "xla_max_concurrent_async_collective_permutes": max(1, len(routes))}
     if platform == "gpu":
@@ -136,7 +133,9 @@ def _early_exchange(platform: str | None, program: str) -> dict[str, bool | int]
 
 def _fused(step, phase, state, batch, number):
     lowered = whole_step(step, phase).lower(state, batch, number)
-    executable = lowered.compile(_early_exchange(step.workers.platform, lowered.as_text()) if step.method.exchange else {})
+    executable = lowered.compile(
+        _early_exchange(step.workers.platform, hlo.routes(lowered.as_text())) if step.method.exchange else {}
+    )
     return executable, (executable,)
 
 
@@ -206,14 +205,14 @@ def _compiled_exchange(step, phase, state, grads, messages=lambda fn: fn):
     """(parts, prepare, joins) of a phase; see `_Split`, and `compile_update` for `messages`."""
     workers, known = step.workers, (state, grads)
     exchange = _traced(workers, functools.partial(step.method.exchange, phase=phase), (state.params, state.opt_state))
-    cut = divide.parts(exchange, most=PARTS)
+    cut = jaxpr.parts(exchange, most=PARTS)
 
     def combine(known, received):
         return step.update(*known, received=received, phase=phase)
 
     update = _traced(workers, combine, (known,), exchange.result)
-    prepare, completions = divide.divide(update, 1 + len(jax.tree.leaves(known)), cut)
-    parts = [_compiled_part(workers, divide.only(exchange, part), (state.params, state.opt_state), messages) for part in cut]
+    prepare, completions = jaxpr.divide(update, 1 + len(jax.tree.leaves(known)), cut)
+    parts = [_compiled_part(workers, jaxpr.only(exchange, part), (state.params, state.opt_state), messages) for part in cut]
     ready = _compiled(workers, prepare, known)
     joins = []
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # About donated scalars that no result can reuse.
@@ -223,12 +222,12 @@ def _compiled_exchange(step, phase, state, grads, messages=lambda fn: fn):
     return parts, ready, joins
 
 
-def _traced(workers, fn, stacked, *further) -> divide.Traced:
+def _traced(workers, fn, stacked, *further) -> jaxpr.Traced:
     """A function of one worker, given stacked arrays and further shapes, with the worker's index as the first input."""
     found = []
 
     def trace(*own):
-        found.append(divide.trace(workers.axis.indexed(fn), workers.axis.index, *own, *further))
+        found.append(jaxpr.trace(workers.axis.indexed(fn), workers.axis.index, *own, *further))
 
     workers.eval_shape(trace, (0,) * len(stacked), *stacked)  # Axis names are defined inside only.
     return found[0]
@@ -245,7 +244,7 @@ def _compiled(workers, fn, known, *args, donated=()):
 
 def _compiled_part(workers, exchange, inputs, messages) -> _Part:
     """The programs of a part of the exchange."""
-    pieces = divide.cut_at_messages(exchange)
+    pieces = jaxpr.cut_at_messages(exchange)
     encode = _compiled(workers, pieces.encode, inputs)
     # `_Split.run` runs it in a thread of its own.
     travel = _compiled(workers.aside, messages(pieces.travel), inputs, encode.out_info)

@@ -17,7 +17,7 @@ import numpy as np
 
 from decjax import config, gossip, reduce, tasks
 from decjax.errors import ConfigError, TrainingError
-from decjax.hlo import wire
+from decjax.program import hlo
 from decjax.train import engine, evaluate
 from decjax.train import state as state_lib
 from decjax.train.state import State
@@ -198,7 +198,7 @@ class Trainer:
             one = workers.one_device(self.abstract.params)
             sent_N = workers.stages * reduce.mean().num_bytes(one, workers.num_workers)
         else:
-            sent_N = wire.bytes_by_axis(compiled.as_text(), workers)["worker"]  # pyright: ignore[reportArgumentType]
+            sent_N = hlo.bytes_by_axis(hlo.text(compiled), workers.sizes)["worker"]
         return compiled, float(sent_N.mean())
 
     # -- Evaluation ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 
 The devices are forced ones of the CPU backend, so nothing is computed, and no array of the model is ever made; the program is the
 one that they would run. Bytes are read from it, per device of each stage and step (those of the CPU backend, which widens 16-bit
-sums to 32); those within tensor-parallel groups are not counted, see `hlo.wire`. Memory is the compiler's own account for one device.
+sums to 32); those within tensor-parallel groups are not counted, see `program.hlo`. Memory is the compiler's own account for one device.
 """
 
 import time
@@ -18,7 +18,7 @@ import numpy as np
 from configs import gpt_optimus
 from decjax import config as parts
 from decjax import train
-from decjax.hlo import wire
+from decjax.program import hlo
 from decjax.train import engine
 from experiments import script
 
@@ -42,7 +42,7 @@ def main() -> None:
     trainer, program = lowered(FLAGS.arg)
     between = time.monotonic()
     executable = program.compile()
-    sent = wire.bytes_by_stage(executable.as_text(), trainer.workers)
+    sent = hlo.bytes_by_stage(hlo.text(executable), trainer.workers.sizes)
     columns = ("stage", *(f"to another {axis}" for axis in sent))
     rows = script.table(*columns, left=0, title="MB that a device sends in a step", title_justify="left")
     for stage in range(trainer.workers.stages):

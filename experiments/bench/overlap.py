@@ -28,7 +28,7 @@ from jax.experimental import topologies
 from configs import lm
 from decjax import config as parts
 from decjax import train
-from decjax.hlo import overlap
+from decjax.program import hlo, overlap
 from experiments import script
 
 FLAGS = flags.FLAGS
@@ -104,7 +104,7 @@ def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> I
     steps = {trainer.method.phase(step): step for step in reversed(range(num_steps))}
     for phase in sorted(steps, key=steps.__getitem__):
         (executable,) = trainer.program(trainer.abstract, batch, steps[phase]).executables
-        yield overlap.read(executable.as_text(), n)  # pyright: ignore[reportArgumentType]
+        yield overlap.read(hlo.text(executable), n)
 
 
 def row(found: Sequence[overlap.Overlap]) -> tuple[str, ...]:

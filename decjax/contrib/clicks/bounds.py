@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax import codecs, mesh
+from decjax.program import hlo
 from decjax.reduce.messages import as_bytes, from_bytes
 
 DECAYS = ("stepwise", "linear", "exponential")
@@ -164,7 +165,9 @@ class BoundedLink:
         is_raw = axis.sum((~(off_NxPxBxD <= 1).all()).astype(jnp.int32)) > 0  # So that NaN counts as too far off.
 
         def as_they_are():
-            with jax.named_scope("runs=0"):  # Of the two branches the usual one counts; the state says how often it was the other.
+            with hlo.counted(
+                runs=0
+            ):  # Of the two branches the usual one counts; the state records how often the other one is taken.
                 return axis.all_to_all(x_NxPxBxD)
 
         def within_bounds():

@@ -13,7 +13,7 @@ import numpy as np
 from decjax import mesh
 from decjax.contrib.placement.links import Links
 from decjax.errors import ConfigError
-from decjax.measure.rounds import Stopwatch
+from decjax.measure.timing import Stopwatch
 
 ROUNDS = 5
 
