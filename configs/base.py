@@ -141,14 +141,14 @@ def _choose(
             )
     order = None
     if "mixer" in chooses:
-        names.setdefault("mixer", _trait("method", method, "mixer") or defaults.get("mixer", "exact"))
+        names.setdefault("mixer", _trait("method", method, "default_mixer") or defaults.get("mixer", "exact"))
         config.mixer = parts.choose("mixer", names["mixer"])
-        graph = _trait("mixer", names["mixer"], "graph") or _trait("method", method, "topology")
+        graph = _trait("mixer", names["mixer"], "graph") or _trait("method", method, "default_topology")
         config.topology = given.get("topology", graph or defaults.get("topology", "one_peer_exponential"))
         order = _trait("mixer", names["mixer"], "order")
     smoke = given.get("smoke") and "reducer" in chooses
     if "reducer" in chooses:
-        names.setdefault("reducer", _trait("method", method, "reducer") or "mean")
+        names.setdefault("reducer", _trait("method", method, "default_reducer") or "mean")
         start = {"start": config.steps // 6} if _trait("method", method, "warm") else {}
         config.reducer = parts.choose("reducer", names["reducer"], **start)
         if "optimizer" in chooses and (optimizer := _trait("reducer", names["reducer"], "optimizer")):

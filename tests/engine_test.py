@@ -47,53 +47,23 @@ def init(key):
 
 def decentralized(name, inner, **options):
     # One array per message: split arrays travel in two parts.
-    mixer = gossip.exact(topology_lib.make(name, N, **options), Channel(bucket_bytes=0))
-    return optim.Method(
-        optim.decentralize(inner, mixer),
-        mixer.phase,
-        mixer.num_bytes,
-        lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase),
-    )
+    return optim.Decentralized(inner, gossip.exact(topology_lib.make(name, N, **options), Channel(bucket_bytes=0)))
 
 
 def compressed(inner, make, name):
-    mixer = make(topology_lib.make(name, N), codec=codecs.make("int8"))
-    return optim.Method(
-        optim.decentralize(inner, mixer),
-        mixer.phase,
-        mixer.num_bytes,
-        lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase),
-    )
+    return optim.Decentralized(inner, make(topology_lib.make(name, N), codec=codecs.make("int8")))
 
 
 def beer(inner):
-    mixer = gossip.beer(topology_lib.make("ring", N), codec=codecs.make("int8"))
-    return optim.Method(
-        optim.track(inner, mixer),
-        mixer.phase,
-        lambda params, phase: mixer.num_bytes((params, params), phase),
-        functools.partial(optim.tracked_exchange, mixer),
-    )
+    return optim.Tracking(inner, gossip.beer(topology_lib.make("ring", N), codec=codecs.make("int8")))
 
 
 def every_other(inner):
-    mixer = gossip.damp(gossip.every(gossip.exact(topology_lib.make("one_peer_ring", N)), 2), 0.7)
-    return optim.Method(
-        optim.decentralize(inner, mixer),
-        mixer.phase,
-        mixer.num_bytes,
-        lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase),
-    )
+    return optim.Decentralized(inner, gossip.exact(topology_lib.make("one_peer_ring", N)), every=2, strength=0.7)
 
 
 def stale_allreduce(inner):
-    reducer = reduce.mean()
-    return optim.Method(
-        optim.synchronize(inner, reducer, stale=True),
-        lambda step: 0,
-        lambda params, phase: reducer.num_bytes(params, N),
-        lambda params, opt_state, phase: optim.stale_exchange(reducer, opt_state),
-    )
+    return optim.AllReduce(inner, reduce.mean(), N, stale=True)
 
 
 def batches(step):

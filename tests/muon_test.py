@@ -6,8 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import models, reduce, registry
-from decjax.optim import method as methods
+from decjax import models, optim, reduce, registry
 from decjax.optim.muon import POLYNOMIALS, muon
 from tests.outer import LR, START, STEPS, X0, Adam, N, gradients, trajectory
 
@@ -51,7 +50,7 @@ class NesterovAdam(Adam):
 @pytest.mark.parametrize("mode", ["devices", "simulated"])
 def test_muloco_is_the_dense_reference(mode):
     """H steps of Muon for the matrix and of AdamW for the vector, then DiLoCo's outer step."""
-    path, _, _ = trajectory(lambda channel: methods.diloco(muon(LR, adam_b2=0.99), reduce.mean(channel), N, every=H), mode)
+    path, _, _ = trajectory(lambda channel: optim.DiLoCo(muon(LR, adam_b2=0.99), reduce.mean(channel), N, every=H), mode)
     workers, rest = [Muon() for _ in range(N)], NesterovAdam()
     x, anchor, m, expected = START, X0, 0.0, [START]
     for t in range(STEPS):

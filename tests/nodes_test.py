@@ -19,7 +19,6 @@ from decjax.channel import Channel
 from decjax.contrib.graphs import data as graphs
 from decjax.contrib.graphs import gcn, uneven
 from decjax.contrib.graphs import partition as graph_partition
-from decjax.optim import method
 from tests import outer
 from tests.runs import run_of
 from tests.tiny_runs import assert_equal_states, forget_after
@@ -146,7 +145,7 @@ def test_the_whole_graph_is_judged():
 def test_even_steps_are_local_sgd_bit_for_bit():
     H, rate = 4, 0.1
     local, _, plain = outer.trajectory(
-        lambda channel: method.diloco(
+        lambda channel: optim.DiLoCo(
             outer.adam(rate), reduce.mean(channel), outer.N, every=H, outer_learning_rate=1.0, outer_momentum=0.0
         )
     )
@@ -162,8 +161,8 @@ def test_even_steps_are_local_sgd_bit_for_bit():
 
     def selected(channel):
         """with a selection between old and new values, whose program rounds elsewhere"""
-        own, reducer = uneven.uneven_steps(outer.adam(rate), (H,) * outer.N, H, channel.axis), reduce.every(reduce.mean(channel), H)
-        return method.averaging(optim.local_updates(own, reducer, optax.sgd(1.0)), reducer, outer.N)
+        own = uneven.uneven_steps(outer.adam(rate), (H,) * outer.N, H, channel.axis)
+        return optim.DiLoCo(own, reduce.mean(channel), outer.N, every=H, outer_learning_rate=1.0, outer_momentum=0.0)
 
     np.testing.assert_allclose(outer.trajectory(selected)[0], local, rtol=0, atol=1e-13)
 
@@ -175,7 +174,7 @@ def test_slow_workers_stand_still():
     moved = (path[1:] != path[:-1]).any(axis=-1)  # [steps, N]
     for t in range(len(moved)):
         np.testing.assert_array_equal(moved[t], [True, t % 6 < 2 or t % 6 == 5] * 2)
-    assert (state.inner.count == len(moved)).all()
+    assert (state.inner.step == len(moved)).all()
     (adam,) = (part for part in jax.tree.leaves(state.inner.inner, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(part, "mu"))
     np.testing.assert_array_equal(adam.count, [24, 8, 24, 8])
 

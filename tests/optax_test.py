@@ -14,7 +14,6 @@ from decjax import gossip, mesh, optim, reduce, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.contrib.gravac import gravac
-from decjax.optim import method
 from decjax.optim.gossip_diloco import gossip_diloco
 from decjax.optim.slowmo import slowmo
 from decjax.optim.streaming import streaming_diloco
@@ -237,7 +236,7 @@ def test_a_user_s_optimizer_may_mark_a_field_and_be_left_out():
 
 def test_an_optimizer_alone_is_not_given_the_phase():
     own = optax.GradientTransformationExtraArgs(lambda params: (), lambda grads, state, params=None, **extra: (grads, extra))
-    _, seen = method.local(own, N).tx.update({}, (), {}, phase=0, value=1.0)
+    _, seen = optim.Local(own, num_workers=N).tx.update({}, (), {}, phase=0, value=1.0)
     assert seen == {"value": 1.0}
 
 

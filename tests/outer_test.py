@@ -8,7 +8,6 @@ import optax
 import pytest
 
 from decjax import gossip, optim, reduce, topology
-from decjax.optim import method as methods
 from decjax.optim.gossip_diloco import gossip_diloco
 from decjax.optim.noloco import noloco
 from decjax.optim.slowmo import slowmo
@@ -84,13 +83,12 @@ def test_slowmo_without_momentum_is_local_sgd():
         return slowmo(optax.sgd(rate), reduce.mean(channel), N, rate, every=H, outer_momentum=0.0)
 
     def averaged(channel):
-        reducer = reduce.every(reduce.mean(channel), H)
-        return methods.averaging(optim.local_updates(optax.sgd(rate), reducer, optax.sgd(1.0)), reducer, N)
+        return optim.DiLoCo(optax.sgd(rate), reduce.mean(channel), N, every=H, outer_learning_rate=1.0, outer_momentum=0.0)
 
     found, expected = trajectory(make)[0], trajectory(averaged)[0]
     close(found, expected, 1e-14)
     # So is decentralized training in order "atc", with any mixer in every H-th step.
-    gossiping = lambda channel: methods.decentralized(optax.sgd(rate), exact("complete")(channel), order="atc", every=H)
+    gossiping = lambda channel: optim.Decentralized(optax.sgd(rate), exact("complete")(channel), order="atc", every=H)
     close(trajectory(gossiping)[0], expected, 1e-14)
 
 
@@ -122,14 +120,14 @@ def test_gossip_diloco_is_the_dense_reference_on_a_graph_that_moves(mode):
 def test_gossip_diloco_on_the_complete_graph_is_diloco():
     path, _, _ = trajectory(lambda channel: gossip_diloco(adam(LR), exact("complete")(channel), every=H))
     close(path, diloco(H, 0.7, 0.9))
-    same = lambda channel: methods.diloco(adam(LR), reduce.mean(channel), N, every=H)
+    same = lambda channel: optim.DiLoCo(adam(LR), reduce.mean(channel), N, every=H)
     close(path, trajectory(same)[0], 1e-13)
 
 
 def test_an_outer_step_of_rate_one_is_local_sgd_with_gossip():
     options = dict(every=H, outer_learning_rate=1.0, outer_momentum=0.0)
     path, _, _ = trajectory(lambda channel: gossip_diloco(optax.sgd(LR), exact("ring")(channel), **options))
-    gossiping = lambda channel: methods.decentralized(optax.sgd(LR), exact("ring")(channel), order="atc", every=H)
+    gossiping = lambda channel: optim.Decentralized(optax.sgd(LR), exact("ring")(channel), order="atc", every=H)
     close(path, trajectory(gossiping)[0], 1e-14)
 
 

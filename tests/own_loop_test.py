@@ -14,8 +14,7 @@ import optax
 import pytest
 
 import decjax
-from decjax import codecs, gossip, mesh, reduce, registry, topology
-from decjax.optim.method import Method
+from decjax import codecs, gossip, mesh, optim, reduce, registry, topology
 
 N = 4
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
@@ -99,13 +98,20 @@ def test_mistakes_are_refused_in_one_line(wrong, told):
     assert "\n" not in str(error.value)
 
 
+class WrongPhase(optim.Local):
+    """A schedule with a phase that no mixer has."""
+
+    def phase(self, step):
+        return 99
+
+
 @pytest.mark.parametrize(
     "tx, schedule", [(sgd(ring()), ring()), (decjax.synchronize(optax.sgd(0.1), reduce.mean()), reduce.mean())]
 )
 def test_a_phase_that_is_not_there_is_refused(tx, schedule):
     workers = simulated()
     with pytest.raises(ValueError, match="phase=99 must be from 0 to 0; .*schedule.phase"):
-        trained(workers, tx, Method(tx, lambda step: 99, lambda params, phase: np.zeros(N)))
+        trained(workers, tx, WrongPhase(optax.sgd(0.1), num_workers=N))
 
 
 def test_a_clip_before_it_in_a_chain_only_sees_gradients():

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decjax import codecs, gossip, reduce, registry, tasks
+from decjax import codecs, gossip, optim, reduce, registry, tasks
 from decjax import topology as graphs
 from decjax.channel import Channel
-from decjax.optim import Method
 
 
 @registry.register("model", "line")
@@ -117,13 +116,21 @@ def constant(steps, *, learning_rate: float = 0.1):
     return optax.constant_schedule(learning_rate)
 
 
-@registry.register("method", "solo", chooses=("optimizer",))
-def solo(inner, num_workers, *, slower: float = 1.0):
+class Solo(optim.Wrapping, name="solo"):
     """No worker communicates."""
-    inner = optax.with_extra_args_support(optax.chain(inner, optax.scale(slower)))
 
-    def update(grads, state, params=None, *, phase=None, **extra):
-        return inner.update(grads, state, params)
+    num_workers: int
+    slower: float = 1.0
 
-    tx = optax.GradientTransformationExtraArgs(inner.init, update)
-    return Method(tx, lambda step: 0, lambda params, phase: np.zeros(num_workers))
+    def init(self, params):
+        return self.optimizer.init(params)
+
+    def update(self, grads, state, params, *, phase=None, received=None, **extra):
+        updates, state = self.optimizer.update(grads, state, params)
+        return jax.tree.map(lambda u: self.slower * u, updates), state
+
+    def phase(self, step):
+        return 0
+
+    def num_bytes(self, params, phase):
+        return np.zeros(self.num_workers)

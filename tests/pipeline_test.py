@@ -10,7 +10,7 @@ import pytest
 
 from decjax import codecs, costmodel, mesh, models, pipeline, reduce, schedules
 from decjax.channel import Channel
-from decjax.optim import Method, clip_by_global_norm, synchronize
+from decjax.optim import AllReduce, clip_by_global_norm
 from decjax.pipeline import executor
 from decjax.pipeline import ticks as table_lib
 from decjax.program import hlo
@@ -113,7 +113,7 @@ def train(
         source = pipeline.Whole(lambda params, variables, batch, key: (whole.nll(params, batch, key).mean(), variables))
     reducer = reduce.mean(channel=Channel(workers.axis))
     reducer = pipeline.with_tied_table(reducer, source.division, channel=Channel(workers.axis)) if S > 1 else reducer
-    method = Method(synchronize(optimizer(source.norm), reducer), reducer.phase, lambda params, phase: reducer.num_bytes(params, N))
+    method = AllReduce(optimizer(source.norm), reducer, N)
     program = engine.compile_per_phase(Step(source.gradient, method, workers, 0))
     params = start(tied, depth, source.division.layers if autoencoder else (), autoencoder)
     state = runs.start(source.split(params), method, workers, source.init)
@@ -298,7 +298,7 @@ def test_the_cost_model_tells_what_a_device_of_the_program_sends(N, S, T, ratio)
     boundary = pipeline.coded(codecs.bfloat16(), codecs.bfloat16(), when="always") if ratio < 1 else None
     source = source_of(whole, S, BATCH // N, schedule="1f1b", microbatches=M, remat=True, boundary=boundary)
     reducer = reduce.mean(channel=Channel(workers.axis))
-    method = Method(synchronize(optax.sgd(0.1), reducer), reducer.phase, lambda params, phase: reducer.num_bytes(params, N))
+    method = AllReduce(optax.sgd(0.1), reducer, N)
     state = runs.shapes(lambda: runs.start(source.split(whole.init(jax.random.key(0))), method, workers, source.init), workers)
     batch = jax.ShapeDtypeStruct((N, S, BATCH // N, CONTEXT + 1), jnp.int32, sharding=workers.stacked)
     program = engine.whole_step(Step(source.gradient, method, workers, 0), 0).lower(state, batch, np.int32(0)).compile()

@@ -98,7 +98,7 @@ def long_run(name):
 
 def rounds(name):
     """Whether a codec rounds a method's messages by default."""
-    return registry.parse("reducer", registry.part("method", name).traits.get("reducer", "mean"))[0] == "codec"
+    return registry.parse("reducer", registry.part("method", name).traits.get("default_reducer", "mean"))[0] == "codec"
 
 
 def exact_messages(chosen, averaging, channel, *others):

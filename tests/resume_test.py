@@ -167,7 +167,7 @@ def test_resize_averages_when_shrinking_and_copies_when_growing(before, after):
             np.testing.assert_allclose(new[j], old[members].mean(axis=0), rtol=1e-6)
         if before % after == 0 or after % before == 0:
             np.testing.assert_allclose(new.mean(axis=0), old.mean(axis=0), atol=1e-6)
-    assert (resized.opt_state.count == 7).all() and resized.opt_state.count.dtype == np.int32
+    assert (resized.opt_state.step == 7).all() and resized.opt_state.step.dtype == np.int32
     assert (resized.opt_state.mixer == 0).all() and resized.opt_state.mixer.shape == (after,)
 
 

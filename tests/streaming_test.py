@@ -5,9 +5,8 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import reduce
+from decjax import optim, reduce
 from decjax.optim import fragments as cut
-from decjax.optim import method as methods
 from decjax.optim.streaming import streaming_diloco
 from tests import outer
 from tests.outer import LR, START, STEPS, X0, Adam, N, adam, diloco, gradients, trajectory
@@ -77,7 +76,7 @@ def test_a_fragment_travels_in_pieces_that_are_compressed_with_error_feedback(mo
 
 def test_one_fragment_without_delay_that_replaces_the_parameters_is_diloco_bit_for_bit():
     path, _, _ = trajectory(streaming(fragments=1, delay=0, merge=0.0))
-    expected, _, _ = trajectory(lambda channel: methods.diloco(adam(LR), reduce.mean(channel), N, every=H))
+    expected, _, _ = trajectory(lambda channel: optim.DiLoCo(adam(LR), reduce.mean(channel), N, every=H))
     np.testing.assert_array_equal(path, expected)
     np.testing.assert_allclose(path, diloco(H, 0.7, 0.9), rtol=0, atol=1e-6)
 
@@ -85,7 +84,7 @@ def test_one_fragment_without_delay_that_replaces_the_parameters_is_diloco_bit_f
 @pytest.mark.parametrize("delay, share", [(0, 2), (1, 2), (2, 4)])
 def test_a_step_sends_its_share_of_what_diloco_sends_at_once(delay, share):
     one = outer.tree(X0)
-    whole = methods.diloco(optax.sgd(LR), reduce.mean(), N, every=H)
+    whole = optim.DiLoCo(optax.sgd(LR), reduce.mean(), N, every=H)
     method = streaming_diloco(optax.sgd(LR), reduce.mean(), N, every=H, fragments=2, delay=delay)
     peak = max(whole.num_bytes(one, whole.phase(t))[0] for t in range(H))
     sent = [method.num_bytes(one, method.phase(t))[0] for t in range(H, 2 * H)]

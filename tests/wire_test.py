@@ -245,7 +245,7 @@ def steps(folder, argument, gradients=None, **method):
     one = trainer.workers.one_device(state.params)
     num_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(one))
     found = {}
-    for step in range((topology.period if topology else 1) * method.every):
+    for step in range((topology.period if topology else 1) * getattr(method, "every", 1)):
         phase = method.phase(step)
         compiled_step = program(phase, state, trainer.batch(step), np.int32(step))
         sent_N = compiled_step.sent["worker"]

@@ -15,9 +15,10 @@ from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.config.spec import Averaging, Choice, RunSpec
 from decjax.errors import ConfigError, config_errors
-from decjax.optim.method import Method
+from decjax.optim.method import Method, OldMethod
 from decjax.pipeline import autoencoder
 from decjax.pipeline import source as source_lib
+from decjax.registry import of_field
 
 SAMPLED = 16  # tokens for each value of an activation, to find principal directions
 COPIES = 3  # of its parameters that a worker holds at least: themselves, a gradient, and the state of most optimizers
@@ -183,7 +184,7 @@ def make_source(
 
 def _method(
     spec: RunSpec, axis: mesh.Axis, source: source_lib.Source, learning_rate: optax.Schedule, units: Sequence[tuple[str, int]]
-) -> tuple[Method, topology_lib.Topology | None]:
+) -> tuple[Any, topology_lib.Topology | None]:
     channel = Channel(axis, spec.bucket_bytes, spec.seed, pipeline.tied_tables(source.division))
     peak = spec.schedule.options.get("learning_rate", 1.0)
     clip = optim.clip_by_global_norm(spec.clip_norm, source.norm) if spec.clip_norm else optax.identity()
@@ -207,13 +208,29 @@ def _method(
     if spec.reducer:
         reducer = make_reducer(spec.reducer, spec.averaging, channel, spec.pipeline.stages, source.division)
         context["reducer"] = source.averaging(reducer)
-    return _with_bytes(_make("method", spec.method, **context), source.num_bytes), topology
+    method = _make("method", spec.method, **context)
+    if isinstance(method, OldMethod):
+        own = method.num_bytes
+        return method._replace(num_bytes=lambda params, phase: own(params, phase) + source.num_bytes), topology
+    return _WithSource(method, source.num_bytes) if source.num_bytes else method, topology
 
 
-def _with_bytes(method: Method, more: float) -> Method:
-    """The method with the bytes that the gradient source sends counted, too."""
-    own = method.num_bytes
-    return method._replace(num_bytes=lambda params, phase: own(params, phase) + more) if more else method
+class _WithSource(Method):
+    """A method whose steps also count the bytes that the gradient source sends."""
+
+    method: Method
+    source_bytes: float
+
+    init = of_field("method.init")
+    update = of_field("method.update")
+    phase = of_field("method.phase")
+    exchange = of_field("method.exchange")
+    view = of_field("method.view")
+    communicator = of_field("method.communicator")
+    tx = of_field("method.tx")
+
+    def num_bytes(self, params, phase):
+        return self.method.num_bytes(params, phase) + self.source_bytes
 
 
 def _late(inner: optax.GradientTransformation, spec: RunSpec, division: pipeline.Division | None) -> optax.GradientTransformation:

@@ -158,7 +158,7 @@ class ElasticTrainer(Trainer):
             kept = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), kept)  # replaced by arrays of these shapes
         state = self._completed(self._handed_over(kept))
         memory = jax.tree.leaves(getattr(state.opt_state, "mixer", ()))
-        if self.method.mixer and any(x.ndim > 1 for x in memory):  # Mixers with memories need equal models at the start.
+        if self.method.replica_mixer and any(x.ndim > 1 for x in memory):  # Mixers with memories need equal models at the start.
             return self.consensus(state)[0]
         return state
 
@@ -189,7 +189,7 @@ class ElasticTrainer(Trainer):
     # -- Averages -----------------------------------------------------------------------------------------------------
 
     def average(self, state: State) -> tuple[Any, Any]:
-        params, mixer = state.params, self.method.mixer
+        params, mixer = state.params, self.method.replica_mixer
         if mixer and mixer.weight:
             weight = np.asarray(jax.vmap(mixer.weight)(state.opt_state.mixer))
             total = self.workers.mean(weight)
@@ -208,7 +208,7 @@ class ElasticTrainer(Trainer):
 
     @functools.cached_property
     def _consensus(self) -> tuple[Callable[[State], State], float]:
-        mixer = self.method.mixer
+        mixer = self.method.replica_mixer
         restart = self.workers.jit(mixer.restart, (0, 0)) if mixer else None
 
         def consensus(state: State) -> State:

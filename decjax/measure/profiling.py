@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import codecs, registry
+from decjax import codecs, reduce, registry
 from decjax import config as config_lib
 from decjax.costmodel import Cluster, Compressed, Link, Workload, fit
 from decjax.errors import ConfigError
@@ -194,7 +194,7 @@ def form(name: str, spec: config_lib.RunSpec) -> Form:
     method, workers, topology, last = trainer.method, trainer.workers, trainer.setup.topology, spec.steps
     of_steps = {method.phase(step) for step in range(max(last // 2, last - PHASES), last)}
     phases = tuple(sorted(phase for phase in of_steps if phase is not None))
-    is_averaging = spec.reducer is not None and method.every == 1
+    is_averaging = spec.reducer is not None and reduce.SILENT not in of_steps
     if None in of_steps or not (topology or is_averaging) or bool(method.exchange) != bool(topology):
         raise ConfigError(
             f"{name!r} cannot be measured as a compressed method: it must be gossip in order 'awc', or an all-reduce "

@@ -3,7 +3,8 @@
 from decjax.optim.accumulated import AccumulatedAdamState, accumulated_adam, accumulated_adamw, scale_by_accumulated_adam
 from decjax.optim.clip import clip_by_global_norm
 from decjax.optim.decentralize import (
-    ORDERS,
+    AllReduce,
+    Decentralized,
     DecentralizeState,
     SynchronizeState,
     decentralize,
@@ -13,22 +14,33 @@ from decjax.optim.decentralize import (
     synchronize,
 )
 from decjax.optim.finite import apply_if_finite
-from decjax.optim.local_updates import LocalUpdatesState, local_updates
+from decjax.optim.local_updates import DiLoCo, Local, LocalUpdatesState, SparseLoCo, local_updates
 from decjax.optim.memories import lasting, transient
-from decjax.optim.method import Method
-from decjax.optim.onebit import OnebitAdamState, scale_by_onebit_adam
+from decjax.optim.method import ORDERS, Method, Mixing, Ordered, Reducing, Wrapping
+from decjax.optim.onebit import OnebitAdam, OnebitAdamState, scale_by_onebit_adam
 from decjax.optim.own_loop import make_step
-from decjax.optim.tracking import TrackState, track, tracked_exchange
+from decjax.optim.tracking import Tracking, TrackState, track, tracked_exchange
 
 __all__ = [
     "AccumulatedAdamState",
+    "AllReduce",
     "DecentralizeState",
+    "Decentralized",
+    "DiLoCo",
+    "Local",
     "LocalUpdatesState",
     "Method",
+    "Mixing",
     "ORDERS",
+    "OnebitAdam",
     "OnebitAdamState",
+    "Ordered",
+    "Reducing",
+    "SparseLoCo",
     "SynchronizeState",
     "TrackState",
+    "Tracking",
+    "Wrapping",
     "accumulated_adam",
     "accumulated_adamw",
     "apply_if_finite",

@@ -23,19 +23,20 @@ import jax.numpy as jnp
 import optax
 
 from decjax.buckets import is_floating, wide_dtype
+from decjax.optim.memories import increment
 
 
 class AccumulatedAdamState(NamedTuple):
     """State of `scale_by_accumulated_adam`; the trees have the shapes of the parameters.
 
     Attributes:
-        count: t, updates so far, an int32 scalar; t mod s is the position in the window.
+        step: t, updates so far, an int32 scalar; t mod s is the position in the window.
         mu: M, first moment of the windows' mean gradients.
         nu: V, second moment of the windows' mean gradients.
         window_mean: B, the sum of this window's gradients so far, divided by s.
     """
 
-    count: jax.Array
+    step: jax.Array
     mu: Any
     nu: Any
     window_mean: Any
@@ -85,13 +86,13 @@ class _AccumulatedAdam:
 
     def update(self, grads, state, params=None):
         del params
-        count: Any = optax.safe_increment(state.count)
-        num_windows = (count + self.window - 1) // self.window
+        step = increment(state.step)
+        num_windows = (step + self.window - 1) // self.window
         corrections = 1 - self.b1**num_windows, 1 - self.b2**num_windows
-        of_leaf = functools.partial(self.of_leaf, corrections, count % self.window == 0)
+        of_leaf = functools.partial(self.of_leaf, corrections, step % self.window == 0)
         found = jax.tree.map(of_leaf, grads, state.mu, state.nu, state.window_mean)
         updates, *moments = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0,) * 4), found)
-        return updates, AccumulatedAdamState(count, *moments)
+        return updates, AccumulatedAdamState(step, *moments)
 
     def of_leaf(self, corrections, ends, g, m, v, b):
         """A leaf's update, M, V and B; `ends` says whether the window ends with this step."""

@@ -19,9 +19,9 @@ import optax
 
 from decjax import gossip, registry
 from decjax.buckets import in_float32, of_floating
-from decjax.optim.decentralize import check_mixes_after, check_update, mix_with_step
-from decjax.optim.memories import communicating, init_memory, transient
-from decjax.optim.method import Method, mixing
+from decjax.optim.decentralize import mix_with_step
+from decjax.optim.memories import communicating, increment, init_memory, transient
+from decjax.optim.method import OldMethod, check_mixes_after, check_update, mixing
 
 
 @communicating
@@ -30,13 +30,13 @@ class DecentLaMState(NamedTuple):
     """State of DecentLaM.
 
     Attributes:
-        count: steps so far, an int32 scalar.
+        step: steps so far, an int32 scalar.
         inner: state of the transformation of the gradient, as clipping.
         mixer: state of the mixer.
         momentum: m, of the shapes of the parameters.
     """
 
-    count: jax.Array
+    step: jax.Array
     inner: Any
     mixer: Any
     momentum: Any
@@ -59,14 +59,14 @@ class _DecentLaM:
         del extra
         check_update(params)
         grads, inner = self.gradient.update(grads, state.inner, params)
-        rate: Any = self.learning_rate(state.count)
+        rate: Any = self.learning_rate(state.step)
         scaled = lambda scale, tree: in_float32(lambda u: jnp.asarray(scale, u.dtype) * u, tree)
         moved, memory = mix_with_step(self.mixer, "atc", scaled(-rate, grads), params, state, phase)
         pulled = scaled(jnp.where(rate > 0, -1 / jnp.where(rate > 0, rate, 1), 0), moved)  # g̃
         updates = in_float32(jnp.add, moved, scaled(-rate * self.beta, state.momentum))
         momentum = of_floating(lambda m, g: self.beta * m + g, state.momentum, pulled)
-        count: Any = optax.safe_increment(state.count)
-        return updates, DecentLaMState(count, inner, memory, momentum)
+        step = increment(state.step)
+        return updates, DecentLaMState(step, inner, memory, momentum)
 
 
 @registry.register(
@@ -88,7 +88,7 @@ def decentlam(
     *,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
-) -> Method:
+) -> OldMethod:
     """DecentLaM: decentralized momentum SGD that keeps the bias of decentralized SGD; see `decjax.optim.decentlam`.
 
     Args:

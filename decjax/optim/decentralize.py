@@ -15,19 +15,21 @@ The optimizer's moments are not exchanged. Reference: arXiv 2410.11998, decentra
 `decentralize` must be the outermost transformation: a scaling or clipping around it would also scale the mixing.
 """
 
-import dataclasses
-from typing import Any, Literal, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from decjax import gossip, options, reduce
 from decjax.buckets import in_float32, is_floating, wide_dtype
 from decjax.optim.inner import of_one_worker
-from decjax.optim.memories import communicating, init_memory, transformation, transient
-
-ORDERS = ("awc", "atc")
+from decjax.optim.memories import communicating, increment, init_memory, transient
+from decjax.optim.method import Exchange, Order, Ordered, Reducing, Wrapping, check_update
+from decjax.options import Count, Fraction
+from decjax.typing import PyTree
 
 
 @communicating
@@ -36,74 +38,39 @@ class DecentralizeState(NamedTuple):
     """State of `decentralize`.
 
     Attributes:
-        count: steps so far, an int32 scalar; it gives the phase where the caller gives none.
+        step: steps so far, an int32 scalar; it gives the phase where the caller gives none.
         inner: state of the wrapped optimizer.
         mixer: state of the mixer.
     """
 
-    count: jax.Array
-    inner: Any
-    mixer: Any
+    step: jax.Array
+    inner: PyTree
+    mixer: PyTree
 
 
-def check_update(params: Any, order: str = "", phase: int | None = None, received: Any = None) -> None:
-    """Raises a ValueError if `params` is missing, or `received` comes with an order or a phase that does not allow it."""
-    if params is None:
-        raise ValueError("params=None, but the update needs them; call update(grads, state, params)")
-    if received is not None and (order != "awc" or phase is None):
-        raise ValueError(f"received needs order 'awc' and a static phase, got order {order!r} and phase {phase}")
-
-
-def known_phase(phase: int | None) -> int:
-    """The phase of a step; a ValueError if it is missing, for methods whose phase is always static."""
-    if phase is None:
-        raise ValueError("phase=None: this method needs the phase of a step; call update(…, phase=method.phase(step))")
-    return phase
-
-
-def check_order(mixer: gossip.Mixer, order: str) -> None:
-    """Raises a ValueError for an order that is unknown, or that the mixer is not made for."""
-    if order not in ORDERS:
-        raise ValueError(f"order {order!r} is unknown; use one of {', '.join(ORDERS)}")
-    if order not in mixer.orders:
-        raise ValueError(f"order {order!r}: {mixer} is made for order {mixer.orders[0]!r}; use that")
-
-
-def check_mixes_after(what: str, mixer: gossip.Mixer) -> None:
-    """Raises a ValueError for a mixer that is not made for order "atc", with a method, `what`, that has no other."""
-    if "atc" not in mixer.orders:
-        raise ValueError(f"{what} mixes after its step, and {mixer} is made to mix before it; use mixer 'exact' or 'choco'")
-
-
-def check_phase_is_known(what: str, mixer: gossip.Mixer) -> None:
-    """Raises a ValueError for a mixer that decides as it runs how much it sends, with a method, `what`, that has to know."""
-    if mixer.usage:
-        raise ValueError(f"{what} needs a mixer whose messages are known beforehand; use mixer 'exact' instead of {mixer}")
-
-
-def mix_in_step(mixer: gossip.Mixer, x: Any, state: Any, phase: int | None, received: Any = None) -> tuple[Any, Any]:
+def mix_in_step(mixer: gossip.Mixer, x: PyTree, state: PyTree, phase: int | None, received: PyTree = None) -> tuple[PyTree, PyTree]:
     """Mixes `x`, with the neighbours' messages exchanged here unless `received` holds them: (mixed, state of the mixer)."""
     if received is not None:
         assert phase is not None  # Checked by `check_update`.
-        return mixer.combine(x, received, state.mixer, phase, state.count)
-    return gossip.mix_due(mixer, x, state.mixer, phase, state.count)
+        return mixer.combine(x, received, state.mixer, phase, state.step)
+    return gossip.mix_due(mixer, x, state.mixer, phase, state.step)
 
 
-def _settle(mixer: gossip.Mixer, params: Any, updates: Any, mixer_state: Any) -> tuple[Any, Any]:
+def _settle(mixer: gossip.Mixer, params: PyTree, updates: PyTree, mixer_state: PyTree) -> tuple[PyTree, PyTree]:
     stepped = optax.apply_updates(params, updates)
     return mixer.settle(params, stepped, mixer_state) if mixer.settle else (stepped, mixer_state)
 
 
 def mix_with_step(
-    mixer: gossip.Mixer, order: str, step: Any, params: Any, state: Any, phase: int | None, received: Any = None
-) -> tuple[Any, Any]:
+    mixer: gossip.Mixer, order: Order, step: PyTree, params: PyTree, state: PyTree, phase: int | None, received: PyTree = None
+) -> tuple[PyTree, PyTree]:
     """One step of `decentralize` along a known step u: (x⁺ − x, state of the mixer), x⁺ = W(x + u) in order "atc", Wx + u in "awc".
 
     `state` has the fields `count` and `mixer`. Of narrow parameters, such as bfloat16, x + u is rounded for the messages only: x⁺ − x
     keeps what that leaves out, since a momentum of x⁺ − x would add it up.
     """
-    form = _Decentralized(optax.with_extra_args_support(optax.identity()), mixer, order)
-    before = DecentralizeState(state.count, optax.EmptyState(), state.mixer)
+    form = Decentralized(optax.identity(), mixer, order=order)
+    before = DecentralizeState(state.step, optax.EmptyState(), state.mixer)
     updates, after = form.update(step, before, params, phase=phase, received=received)
     if order == "atc" and mixer.linear:
         updates = jax.tree.map(_with_rest, updates, params, step)
@@ -129,14 +96,132 @@ class SynchronizeState(NamedTuple):
         pending: if stale, (whether there was a step before, its gradient); otherwise ().
     """
 
-    inner: Any
-    reducer: Any
-    pending: Any
+    inner: PyTree
+    reducer: PyTree
+    pending: PyTree
+
+
+class Gossiping(Ordered, Wrapping):
+    """Base of methods that mix values with the neighbors' around an optimizer's step, in some steps and by some share.
+
+    Attributes:
+        share: the learning rate ÷ its peak, by step.
+        every: p; mix in every p-th step only.
+        strength: γ in W' = γW + (1−γ)I, from 0 (no mixing) to 1 (full).
+        strength_power: q; γ is multiplied by (learning rate ÷ its peak)^q.
+        static_phase: compile one program for each phase of the topology; false: one program for all, whose exchange cannot overlap.
+    """
+
+    share: optax.Schedule | None = None
+    every: Count = 1
+    strength: Fraction = 1.0
+    strength_power: float = 0.0
+    static_phase: bool = True
+
+    @functools.cached_property
+    def optimizer(self):
+        return of_one_worker(self.inner)
+
+    @functools.cached_property
+    def communicator(self):
+        mixer, share, power = gossip.every(self.mixer, self.every), self.share, self.strength_power
+        if not power:
+            return gossip.damp(mixer, self.strength)
+        if share is None:
+            raise ValueError(f"strength_power={power} scales mixing with the learning rate: give `share`, or leave it 0")
+        return gossip.damp(mixer, lambda step: jnp.asarray(self.strength * share(step) ** power))
+
+    @property
+    def exchange(self):
+        return super().exchange if self.static_phase else None
+
+    def phase(self, step):
+        return super().phase(step) if self.static_phase else None
+
+    def num_bytes(self, params, phase):
+        if self.static_phase:
+            return super().num_bytes(params, phase)
+        # One program holds all phases, so its bytes are declared as the mean over a period of steps.
+        mixer = self.communicator
+        steps = range(self.every * sum(phase != gossip.SILENT for phase in mixer.phases))
+        return np.mean([mixer.num_bytes(params, mixer.phase(step)) for step in steps], axis=0)
+
+
+class Decentralized(Gossiping, name="decentralized"):
+    """Decentralized training (gossip): each worker mixes its parameters with its neighbors' around any optimizer's step.
+
+    The equations are those of `decentralize`.
+    """
+
+    def init(self, params):
+        return DecentralizeState(jnp.zeros((), jnp.int32), self.optimizer.init(params), init_memory(self.communicator.init, params))
+
+    def update(self, grads, state, params, *, phase=None, received=None, **extra):
+        check_update(params, self.order, phase, received)
+        mixer = self.communicator
+        if self.order == "awc":
+            mixed, mixer_state = mix_in_step(mixer, params, state, phase, received)
+            updates, inner_state = self.optimizer.update(grads, state.inner, mixed, **extra)
+            if mixer.settle is None:
+                updates = in_float32(lambda y, x, u: (y - x) + u, mixed, params, updates)
+            else:
+                settled, mixer_state = _settle(mixer, mixed, updates, mixer_state)
+                updates = in_float32(jnp.subtract, settled, params)
+        else:
+            updates, inner_state = self.optimizer.update(grads, state.inner, params, **extra)
+            settled, mixer_state = _settle(mixer, params, updates, state.mixer)
+            mixed, mixer_state = mix_in_step(mixer, settled, state._replace(mixer=mixer_state), phase)
+            updates = in_float32(jnp.subtract, mixed, params)
+        return updates, DecentralizeState(increment(state.step), inner_state, mixer_state)
+
+
+class AllReduce(Reducing, Wrapping, name="allreduce"):
+    """Data-parallel training: gradients are averaged over all workers, exactly or compressed; see `synchronize`.
+
+    Attributes:
+        stale: apply the average of the previous step's gradients, so that averaging overlaps with computing the next ones.
+    """
+
+    averages_gradients = True
+
+    stale: bool = False
+
+    @functools.cached_property
+    def optimizer(self):
+        return of_one_worker(self.inner)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        return (lambda params, state, phase: stale_exchange(self.reducer, state, phase)) if self.stale else None
+
+    def init(self, params):
+        pending = (jnp.zeros((), bool), jax.tree.map(jnp.zeros_like, params)) if self.stale else ()
+        return SynchronizeState(self.optimizer.init(params), init_memory(self.reducer.init, params), pending)
+
+    def update(self, grads, state, params, *, phase=None, received=None, **extra):
+        if self.stale:
+            return self._update_stale(grads, state, params, phase, received, **extra)
+        if received is not None:
+            raise ValueError("received needs stale=True: the average of this step's gradient cannot be there already")
+        averaged, reducer_state = self.reducer.reduce(grads, state.reducer, reduce.due_phase(self.reducer, phase))
+        updates, inner_state = self.optimizer.update(averaged, state.inner, params, **extra)
+        return updates, SynchronizeState(inner_state, reducer_state, ())
+
+    def _update_stale(self, grads, state, params, phase, received, **extra):
+        averaged, reducer_state = stale_exchange(self.reducer, state, phase) if received is None else received
+        # Without this barrier compilers may put the update, which does not use this step's gradient, before the forward
+        # pass, which would then wait for the all-reduce.
+        averaged, grads = jax.lax.optimization_barrier((averaged, grads))
+        updates, inner_state = self.optimizer.update(averaged, state.inner, params, **extra)
+        is_due, _ = state.pending
+        updates = jax.tree.map(lambda u: jnp.where(is_due, u, jnp.zeros_like(u)), updates)
+        inner_state = jax.tree.map(lambda new, old: jnp.where(is_due, new, old), inner_state, state.inner)
+        return updates, SynchronizeState(inner_state, reducer_state, (jnp.ones((), bool), grads))
 
 
 @options.checked
 def decentralize(
-    inner: optax.GradientTransformation, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc"
+    inner: optax.GradientTransformation, mixer: gossip.Mixer, order: Order = "awc"
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose every update also mixes parameters with the neighbours' (equations: `decjax.optim.decentralize`).
 
@@ -167,39 +252,7 @@ def decentralize(
 
     Reference: arXiv 2410.11998, decentralized Adam.
     """
-    check_order(mixer, order)
-    form = _Decentralized(of_one_worker(inner), mixer, order)
-    return transformation(form.init, form.update)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Decentralized:
-    """The functions of `decentralize`."""
-
-    inner: optax.GradientTransformationExtraArgs
-    mixer: gossip.Mixer
-    order: str
-
-    def init(self, params):
-        return DecentralizeState(jnp.zeros((), jnp.int32), self.inner.init(params), init_memory(self.mixer.init, params))
-
-    def update(self, grads, state, params=None, *, phase=None, received=None, **extra):
-        check_update(params, self.order, phase, received)
-        if self.order == "awc":
-            mixed, mixer_state = mix_in_step(self.mixer, params, state, phase, received)
-            updates, inner_state = self.inner.update(grads, state.inner, mixed, **extra)
-            if self.mixer.settle is None:
-                updates = in_float32(lambda y, x, u: (y - x) + u, mixed, params, updates)
-            else:
-                settled, mixer_state = _settle(self.mixer, mixed, updates, mixer_state)
-                updates = in_float32(jnp.subtract, settled, params)
-        else:
-            updates, inner_state = self.inner.update(grads, state.inner, params, **extra)
-            settled, mixer_state = _settle(self.mixer, params, updates, state.mixer)
-            mixed, mixer_state = mix_in_step(self.mixer, settled, state._replace(mixer=mixer_state), phase)
-            updates = in_float32(jnp.subtract, mixed, params)
-        count: Any = optax.safe_increment(state.count)
-        return updates, DecentralizeState(count, inner_state, mixer_state)
+    return Decentralized(inner, mixer, order=order).tx
 
 
 @options.checked
@@ -224,44 +277,10 @@ def synchronize(
     Raises:
         ValueError: from `update`, if `received` is given without `stale`, or no phase is given to a reducer with several.
     """
-    form = _Synchronized(of_one_worker(inner), reducer, stale)
-    return transformation(form.init, form.update, moves=False)
+    return AllReduce(inner, reducer, num_workers=1, stale=stale).tx  # The number is of messages only.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Synchronized:
-    """The functions of `synchronize`."""
-
-    inner: optax.GradientTransformationExtraArgs
-    reducer: reduce.Reducer
-    stale: bool
-
-    def init(self, params):
-        pending = (jnp.zeros((), bool), jax.tree.map(jnp.zeros_like, params)) if self.stale else ()
-        return SynchronizeState(self.inner.init(params), init_memory(self.reducer.init, params), pending)
-
-    def update(self, grads, state, params=None, *, phase=None, received=None, **extra):
-        if self.stale:
-            return self.update_stale(grads, state, params, phase, received, **extra)
-        if received is not None:
-            raise ValueError("received needs stale=True: the average of this step's gradient cannot be there already")
-        averaged, reducer_state = self.reducer.reduce(grads, state.reducer, reduce.due_phase(self.reducer, phase))
-        updates, inner_state = self.inner.update(averaged, state.inner, params, **extra)
-        return updates, SynchronizeState(inner_state, reducer_state, ())
-
-    def update_stale(self, grads, state, params, phase, received, **extra):
-        averaged, reducer_state = stale_exchange(self.reducer, state, phase) if received is None else received
-        # Without this barrier compilers may put the update, which does not use this step's gradient, before the forward
-        # pass, which would then wait for the all-reduce.
-        averaged, grads = jax.lax.optimization_barrier((averaged, grads))
-        updates, inner_state = self.inner.update(averaged, state.inner, params, **extra)
-        is_due, _ = state.pending
-        updates = jax.tree.map(lambda u: jnp.where(is_due, u, jnp.zeros_like(u)), updates)
-        inner_state = jax.tree.map(lambda new, old: jnp.where(is_due, new, old), inner_state, state.inner)
-        return updates, SynchronizeState(inner_state, reducer_state, (jnp.ones((), bool), grads))
-
-
-def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState, phase: int | None = None) -> tuple[Any, Any]:
+def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState, phase: int | None = None) -> tuple[PyTree, PyTree]:
     """Averages the previous step's gradients, all that a stale `synchronize` sends: (averaged gradient, reducer state).
 
     It does not depend on this step's gradient, so another program can run it; pass the result to `update` as `received`.
@@ -274,12 +293,12 @@ def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState, phase: int 
 def decentralized_adam(
     learning_rate: optax.ScalarOrSchedule,
     mixer: gossip.Mixer,
-    order: Literal["awc", "atc"] = "awc",
+    order: Order = "awc",
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     eps_root: float = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: PyTree = None,
     *,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -291,14 +310,14 @@ def decentralized_adam(
 def decentralized_adamw(
     learning_rate: optax.ScalarOrSchedule,
     mixer: gossip.Mixer,
-    order: Literal["awc", "atc"] = "awc",
+    order: Order = "awc",
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     eps_root: float = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: PyTree = None,
     weight_decay: float = 1e-4,
-    mask: Any = None,
+    mask: PyTree = None,
     *,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:

@@ -25,9 +25,8 @@ import optax
 
 from decjax import gossip, registry
 from decjax.buckets import in_float32
-from decjax.optim.decentralize import check_update
-from decjax.optim.memories import communicating, init_memory, transient
-from decjax.optim.method import Method, mixing
+from decjax.optim.memories import communicating, increment, init_memory, transient
+from decjax.optim.method import OldMethod, check_update, mixing
 
 TOLERANCE = 1e-6  # of W̃ = W̃ᵀ, and of an eigenvalue
 
@@ -38,13 +37,13 @@ class ExactDiffusionState(NamedTuple):
     """State of exact diffusion and D².
 
     Attributes:
-        count: steps so far, an int32 scalar.
+        step: steps so far, an int32 scalar.
         inner: state of the wrapped optimizer.
         mixer: state of the mixer.
         correction: c = x − ψ₋, of the shapes of the parameters, in float32 or wider.
     """
 
-    count: jax.Array
+    step: jax.Array
     inner: Any
     mixer: Any
     correction: Any
@@ -68,8 +67,8 @@ class _ExactDiffusion:
         half = optax.apply_updates(params, in_float32(jnp.add, own, state.correction))
         drawn = self.mixer.linear.pull(half, self.mixer.phases.start if phase is None else phase)
         correction = in_float32(jnp.add, state.correction, drawn)
-        count: Any = optax.safe_increment(state.count)
-        return in_float32(jnp.add, own, correction), ExactDiffusionState(count, inner, state.mixer, correction)
+        step = increment(state.step)
+        return in_float32(jnp.add, own, correction), ExactDiffusionState(step, inner, state.mixer, correction)
 
 
 def _check(name: str, mixer: gossip.Mixer) -> None:
@@ -100,7 +99,7 @@ class _Pulls(gossip.WrappedMixer):
         return self.inner.linear.num_bytes(params, phase)
 
 
-def _method(name: str, inner: optax.GradientTransformation, mixer: gossip.Mixer, strength: float = 1.0) -> Method:
+def _method(name: str, inner: optax.GradientTransformation, mixer: gossip.Mixer, strength: float = 1.0) -> OldMethod:
     if mixer.linear is None:
         raise ValueError(
             f"method {name!r} needs mixing that is linear, and that of {mixer} is not, as with a codec or a memory; use mixer "
@@ -117,13 +116,13 @@ TRAITS = dict(chooses=("mixer", "optimizer"), messages="parameters", memory="1 c
 @registry.register(
     "method",
     "exact_diffusion",
-    topology="ring",
+    default_topology="ring",
     step="ψ = x − η d(g), x ← (I + W)/2 · (ψ + x − ψ₋)",
     needs="static symmetric graph, mixing without codec",
     source="arXiv 1702.05122",
     **TRAITS,
 )
-def exact_diffusion(inner: optax.GradientTransformation, mixer: gossip.Mixer) -> Method:
+def exact_diffusion(inner: optax.GradientTransformation, mixer: gossip.Mixer) -> OldMethod:
     """Exact diffusion: decentralized training without bias from different data; see `decjax.optim.exact_diffusion`.
 
     Raises:
@@ -137,13 +136,13 @@ def exact_diffusion(inner: optax.GradientTransformation, mixer: gossip.Mixer) ->
 @registry.register(
     "method",
     "d2",
-    topology="line",
+    default_topology="line",
     step="x ← W(2x − x₋ − η(d(g) − d(g₋)))",
     needs="as exact_diffusion, and λ_min(W) > −1/3",
     source="arXiv 1803.07068",
     **TRAITS,
 )
-def d2(inner: optax.GradientTransformation, mixer: gossip.Mixer) -> Method:
+def d2(inner: optax.GradientTransformation, mixer: gossip.Mixer) -> OldMethod:
     """D²: exact diffusion with W in place of (I + W)/2, which agrees faster but needs λ_min(W) > −1/3.
 
     A ring of an even number of workers has λ_min = −1/3, a line has not. See `decjax.optim.exact_diffusion`.

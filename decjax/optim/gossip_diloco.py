@@ -21,9 +21,9 @@ import optax
 
 from decjax import gossip, registry
 from decjax.buckets import in_float32
-from decjax.optim.decentralize import check_phase_is_known, check_update, known_phase, mix_in_step
-from decjax.optim.memories import communicating, init_memory, transformation, transient
-from decjax.optim.method import Method
+from decjax.optim.decentralize import mix_in_step
+from decjax.optim.memories import communicating, increment, init_memory, transformation, transient
+from decjax.optim.method import OldMethod, check_phase_is_known, check_update, known_phase
 
 
 @communicating
@@ -32,14 +32,14 @@ class GossipOuterState(NamedTuple):
     """State of the methods `gossip_diloco` and `noloco`.
 
     Attributes:
-        count: steps so far, an int32 scalar.
+        step: steps so far, an int32 scalar.
         inner: state of the inner optimizer.
         outer: state of the outer step.
         anchor: a_i, this worker's parameters after the last outer step.
         mixer: state of the mixer.
     """
 
-    count: jax.Array
+    step: jax.Array
     inner: Any
     outer: Any
     anchor: Any
@@ -62,7 +62,7 @@ def gossip_diloco(
     every: int = 30,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
-) -> Method:
+) -> OldMethod:
     """DiLoCo with neighbours: H local steps, then a step with Nesterov momentum along the change to the mixed parameters.
 
         Δ_i = a_i − Σ_j w_ij x_j;   m_i ← μm_i + Δ_i;   a_i ← a_i − η(Δ_i + μm_i);   x_i ← a_i
@@ -136,9 +136,9 @@ class OuterSteps(abc.ABC):
         if phase != gossip.SILENT:
             state = self.outer_step(optax.apply_updates(params, updates), state, phase)
             updates = in_float32(jnp.subtract, state.anchor, params)
-        return updates, state._replace(count=optax.safe_increment(state.count))
+        return updates, state._replace(step=increment(state.step))
 
-    def method(self) -> Method:
+    def method(self) -> OldMethod:
         tx = transformation(self.init, self.update)
         periodic = self.periodic
 
@@ -146,7 +146,7 @@ class OuterSteps(abc.ABC):
             assert phase is not None  # It is known beforehand.
             return periodic.num_bytes(self.values(params, params), phase)
 
-        return Method(tx, periodic.phase, num_bytes, mixer=self.mixer, every=self.every)
+        return OldMethod(tx, periodic.phase, num_bytes, mixer=self.mixer, every=self.every)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -119,6 +119,11 @@ def init_memory(init: Callable[[Any], Any], params: Any) -> Any:
         return 0
 
 
+def increment(step: jax.Array) -> jax.Array:
+    """Return the next step's number; the largest int32 stays."""
+    return jnp.asarray(optax.safe_increment(step))
+
+
 def transformation(
     init: Callable[..., Any], update: Callable[..., Any], *, moves: bool = True
 ) -> optax.GradientTransformationExtraArgs:
@@ -143,20 +148,20 @@ def transformation(
             _check_no_copy(getattr(state, "inner", ()))
         return state
 
-    def update_floating(grads, state, params=None, **extra):
-        whole = grads if params is None else params
+    def update_floating(updates, state, params=None, **extra):
+        whole = updates if params is None else params
         if all(map(_is_stepped, jax.tree.leaves(whole))):
-            updates, after = update(grads, state, params, **extra)
+            updates, after = update(updates, state, params, **extra)
             return updates, _kept(after, state)
         treedef = jax.tree.structure(whole)
         is_whole = lambda node: jax.tree.structure(node) == treedef
         seen = lambda tree: jax.tree.map(lambda x: _floating(whole, x) if is_whole(x) else x, tree, is_leaf=is_whole)
         extra |= {"received": seen(extra["received"])} if "received" in extra else {}
-        updates, after = update(seen(grads), state, seen(params), **extra)
+        updates, after = update(seen(updates), state, seen(params), **extra)
         updates = jax.tree.map(lambda x, u: jnp.zeros_like(x) if u is None else u, whole, updates)
         return updates, _kept(after, state)
 
-    return optax.GradientTransformationExtraArgs(init_floating, update_floating)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(init_floating, update_floating)
 
 
 def _check_no_copy(inner: Any) -> None:

@@ -1,58 +1,284 @@
-"""Training methods by name: an optimizer, what is exchanged around it, and when.
+"""Base classes of training methods: an optimizer, what is exchanged around it, and when."""
 
-    decentralized    x_i ← Σ_j w_ij x_j − α d_i(g_i)               an optimizer and a mixer
-    tracking         the same with trackers of the mean gradient   an optimizer and a mixer, such as beer
-    allreduce        x ← x − α d(ḡ)                                an optimizer and a reducer
-    onebit_adam      all-reduce of Adam's momentum                 a reducer; it is an optimizer itself
-    diloco           H local steps, then an outer one              an optimizer and a reducer
-    sparseloco       the same, with the changes compressed         an optimizer and a reducer
-    local            each worker by itself                         an optimizer
-
-Methods for different data on each worker have a module each: `quasi_global`, `quasi_global_adam`, `decentlam`, `exact_diffusion`,
-`tracking_in_turn` and `normalized_tracking`.
-
-The registered factories take built parts first and their options after `*`. The parts, of which each takes what it needs: `inner`,
-the optimizer; `mixer`, how parameters (and trackers) are mixed; `reducer`, how gradients, momenta or changes are averaged;
-`num_workers`, N; `learning_rate`, by step; `share`, the learning rate ÷ its peak, by step; `clip`, which clips each worker's own
-gradient; `norm`, the norm of a tree of which each pipeline stage holds a part; `channel`, the axis of the workers and the seed; and
-`units`, which parameters belong to a model's hidden units (see `tasks.Task`).
-"""
-
+import abc
 from collections.abc import Callable
+import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+import typing
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
 from decjax import gossip, mesh, reduce, registry
-from decjax.optim.decentralize import decentralize, stale_exchange, synchronize
-from decjax.optim.local_updates import local_updates
 from decjax.optim.memories import transformation
-from decjax.optim.onebit import scale_by_onebit_adam
-from decjax.optim.tracking import track, tracked_exchange
-from decjax.options import Count, Decay, Positive
+from decjax.registry import Requirement
+from decjax.typing import PyTree
+
+Order = Literal["awc", "atc"]
+ORDERS: tuple[Order, ...] = typing.get_args(Order)
+Exchange = Callable[[PyTree, PyTree, int], PyTree]  # (params, state, phase) -> received
+Hook = Callable[[PyTree, jax.Array, int], PyTree]  # (state, [N, …], loss_N, step) -> state
 
 
-class Method(NamedTuple):
+class Method(registry.Part, abc.ABC, kind="method"):
     """A training method: what is done with gradients and parameters, and what is sent for it.
 
+    A subclass defines `init`, `update`, `phase` and `num_bytes`, and overrides what else it has. `Wrapping` is the base class of methods
+    that wrap an optimizer, `Mixing` of those that mix parameters, `Reducing` of those that average over all workers.
+
+    These fields are filled in by their names, all others are options: `inner`, the optimizer; `mixer`; `reducer`; `num_workers`, N;
+    `learning_rate`, by step; `share`, the learning rate ÷ its peak, by step; `clip`, which clips each worker's own gradient; `norm`, the
+    norm of a tree of which each pipeline stage holds a part; `channel`, the axis of the workers and the seed; `units`, the parameters of
+    a model's hidden units (see `tasks.Task`).
+
+    Further traits: `default_mixer`, `default_reducer` and `default_topology`, used where a config names none; `like`, the optimizer
+    whose tuned learning rate fits; `warm`, the reducer needs a `start`; `anchored`, each worker has slow parameters of its own; `alone`,
+    nothing is sent.
+
     Attributes:
-        tx: the transformation; its update takes `phase`, and `received` where there is an `exchange`.
-        phase: `phase(step)`, a static int; None where it is traced, or the state decides on it.
-        num_bytes: `num_bytes(params, phase) -> (N,)`, the declared bytes that each worker sends.
-        exchange: `exchange(params, opt_state, phase) -> received`, all communication of a step whose exchange does not need that
-            step's gradient; None for other methods.
-        usage: `usage(opt_state) -> [phases]`, how many steps so far were in each of `phases`, where the state decides on the phase,
-            so that bytes can be counted; None where `phase` knows.
-        phases: the phases that `usage` counts.
-        mixer: the mixer of a method whose state has a `mixer` field; it says how workers are averaged.
-        every: steps from one exchange to the next.
-        view: `view(params, opt_state) -> params`, local: where a worker takes its gradient; None: at its own parameters.
-        between_steps: `between_steps(workers)` returns a function (opt_state, [N, …], loss_N, step) -> opt_state that is called after
-            each step of a run; None if there is none. See `reduce.Reducer.between_steps`.
+        averages_gradients: whether all that is sent are averages of gradients, so that replicas stay equal.
+        chooses: the kinds of parts that a config chooses for it, derived from the fields.
     """
+
+    averages_gradients: ClassVar[bool] = False
+    chooses: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        kinds = {"mixer": "mixer", "reducer": "reducer", "inner": "optimizer"}
+        cls.chooses = tuple(
+            kind for field, kind in kinds.items() if any(field in base.__annotations__ for base in cls.__mro__[:-1])
+        )
+        super().__init_subclass__(**others)
+
+    @abc.abstractmethod
+    def init(self, params: PyTree) -> PyTree:
+        """Return a worker's state before the first step."""
+
+    @abc.abstractmethod
+    def update(
+        self, grads: PyTree, state: PyTree, params: PyTree, *, phase: int | None = None, received: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Return a worker's (updates, state) from its gradient, as an optax transformation does.
+
+        Args:
+            grads: the gradient at `view`.
+            state: of the step before.
+            params: the parameters.
+            phase: `phase(step)`.
+            received: the result of `exchange`, if it was run by another program.
+            **extra: passed to the optimizer.
+        """
+
+    @abc.abstractmethod
+    def phase(self, step: int) -> int | None:
+        """Return the phase of a step, a static int; None if it is traced or the state decides on it."""
+
+    @abc.abstractmethod
+    def num_bytes(self, params: PyTree, phase: int | None) -> np.ndarray:
+        """Return the bytes that each worker sends, (N,), by formula."""
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """`exchange(params, state, phase) -> received`, all communication of a step, if it does not need the step's gradient."""
+        return None
+
+    @property
+    def view(self) -> Callable[[PyTree, PyTree], PyTree] | None:
+        """`view(params, state) -> params`, local: where a worker takes its gradient; None: at its own parameters."""
+        return None
+
+    @functools.cached_property
+    def communicator(self) -> gossip.Mixer | reduce.Reducer | None:
+        """The mixer or reducer with the phases of the method's steps, whose state is `state.mixer` or `state.reducer`."""
+        return None
+
+    # -- Derived ------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def tx(self) -> optax.GradientTransformationExtraArgs:
+        """The optax transformation, whose update takes `phase` and `received`."""
+        return transformation(self.init, self.update, moves=not self.averages_gradients)
+
+    @property
+    def replica_mixer(self) -> gossip.Mixer | None:
+        """The mixer with the weights of replicas, which is restarted when replicas are averaged."""
+        return self.communicator if isinstance(self.communicator, gossip.Mixer) else None
+
+    @property
+    def phases(self) -> range:
+        """The phases that `usage` counts."""
+        return self.communicator.phases if self.communicator else range(0)
+
+    @property
+    def usage(self) -> Callable[[PyTree], jax.Array] | None:
+        """`usage(state) -> [phases]`, steps so far in each of `phases`, if the state decides on the phase; else None."""
+        usage = self.communicator and self.communicator.usage
+        field = "mixer" if self.replica_mixer else "reducer"
+        return usage and (lambda state: usage(getattr(state, field)))
+
+    @property
+    def between_steps(self) -> Callable[[mesh.Workers], Hook] | None:
+        """`between_steps(workers)` returns a function that a training loop calls after each step, if the reducer needs it."""
+        hook_of = self.communicator.between_steps if isinstance(self.communicator, reduce.Reducer) else None
+
+        def between_steps(workers: mesh.Workers) -> Hook:
+            assert hook_of is not None
+            hook = hook_of(workers, lambda step: step)
+            return lambda state, loss_N, step: state._replace(reducer=hook(state.reducer, loss_N, step))
+
+        return hook_of and between_steps
+
+
+class Wrapping(Method):
+    """Base of methods that wrap an optimizer.
+
+    Attributes:
+        inner: any optax optimizer, clipping included.
+    """
+
+    inner: optax.GradientTransformation
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The wrapped optimizer, which takes extra arguments."""
+        return optax.with_extra_args_support(self.inner)
+
+
+class Mixing(Method):
+    """Base of methods that mix parameters with neighbors.
+
+    Attributes:
+        mixer: what is exchanged, and how.
+    """
+
+    mixer: gossip.Mixer
+
+    @functools.cached_property
+    def communicator(self) -> gossip.Mixer:
+        return self.mixer
+
+    def phase(self, step):
+        return self.communicator.phase(step)
+
+    def num_bytes(self, params, phase):
+        return self.communicator.num_bytes(params, typing.cast(int, phase))
+
+
+class Ordered(Mixing):
+    """Base of methods that mix before or after the step; see `decjax.optim.decentralize`.
+
+    Attributes:
+        order: "awc" mixes before the step, so that the exchange overlaps with the gradient; "atc" mixes after the step.
+    """
+
+    _: dataclasses.KW_ONLY
+    order: Order = "awc"
+
+    def check_requirements(self, *more: Requirement) -> None:
+        super().check_requirements(*more)
+        check_order(self.mixer, self.order)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        mix = lambda params, state, phase: self.communicator.exchange(params, state.mixer, phase)
+        return mix if self.order == "awc" else None
+
+
+class OfTwo(gossip.Restartless):
+    """A mixer of parameters and of another tree of that shape, by the size of the parameters.
+
+    Its state remains when parameters are averaged, since the other trees do not become equal.
+    """
+
+    def num_bytes(self, params, phase):
+        return self.inner.num_bytes((params, params), phase)
+
+
+class Reducing(Method):
+    """Base of methods that average over all workers.
+
+    Attributes:
+        reducer: how values are averaged.
+        num_workers: N.
+    """
+
+    reducer: reduce.Reducer
+    num_workers: int
+
+    @functools.cached_property
+    def communicator(self) -> reduce.Reducer:
+        return self.reducer
+
+    def phase(self, step):
+        return self.communicator.phase(step)
+
+    def num_bytes(self, params, phase):
+        return self.communicator.num_bytes(params, self.num_workers, phase)
+
+
+# -- Checks -----------------------------------------------------------------------------------------------------------
+
+
+def check_update(params: PyTree, order: str = "", phase: int | None = None, received: PyTree = None) -> None:
+    """Raise a ValueError if `params` is missing, or `received` comes with an order or a phase that does not allow it."""
+    if params is None:
+        raise ValueError("params=None, but the update needs them; call update(grads, state, params)")
+    if received is not None and (order != "awc" or phase is None):
+        raise ValueError(f"received needs order 'awc' and a static phase, got order {order!r} and phase {phase}")
+
+
+def known_phase(phase: int | None) -> int:
+    """Return the phase of a step; a ValueError if it is missing, for methods whose phase is always static."""
+    if phase is None:
+        raise ValueError("phase=None: this method needs the phase of a step; call update(…, phase=method.phase(step))")
+    return phase
+
+
+def check_order(mixer: gossip.Mixer, order: str) -> None:
+    """Raise a ValueError for an order that the mixer is not made for."""
+    if order not in mixer.orders:
+        raise ValueError(f"order {order!r}: {mixer} is made for order {mixer.orders[0]!r}; use that")
+
+
+MIXES_AFTER = Requirement(
+    "mixer", "a mixer that can mix after the step", lambda mixer: "atc" in mixer.orders, "use mixer 'exact' or 'choco'"
+)
+KEEPS_MEAN = Requirement(
+    "mixer", "a mixer of this step's parameters", lambda mixer: mixer.keeps_mean, "use mixer 'exact' or 'choco'"
+)
+LEAVES_STEP = Requirement(
+    "mixer",
+    "a mixer that does not follow the optimizer's steps",
+    lambda mixer: mixer.settle is None,
+    "use mixer 'exact' or 'choco'",
+)
+KNOWN_MESSAGES = Requirement(
+    "mixer", "a mixer whose messages are known beforehand", lambda mixer: not mixer.usage, "use mixer 'exact'"
+)
+KNOWN_AVERAGES = Requirement(
+    "reducer", "a reducer whose messages are known beforehand", lambda reducer: not reducer.usage, "use reducer 'codec' or 'mean'"
+)
+
+
+def check_mixes_after(what: str, mixer: gossip.Mixer) -> None:
+    """Raises a ValueError for a mixer that is not made for order "atc", with a method, `what`, that has no other."""
+    if "atc" not in mixer.orders:
+        raise ValueError(f"{what} mixes after its step, and {mixer} is made to mix before it; use mixer 'exact' or 'choco'")
+
+
+def check_phase_is_known(what: str, mixer: gossip.Mixer) -> None:
+    """Raises a ValueError for a mixer that decides as it runs how much it sends, with a method, `what`, that has to know."""
+    if mixer.usage:
+        raise ValueError(f"{what} needs a mixer whose messages are known beforehand; use mixer 'exact' instead of {mixer}")
+
+
+# -- Until all methods are classes ------------------------------------------------------------------------------------
+
+
+class OldMethod(NamedTuple):
+    """A method as a record of functions."""
 
     tx: optax.GradientTransformationExtraArgs
     phase: Callable[[int], int | None]
@@ -63,224 +289,29 @@ class Method(NamedTuple):
     mixer: gossip.Mixer | None = None
     every: int = 1
     view: Callable[[Any, Any], Any] | None = None
-    between_steps: Callable[[mesh.Workers], reduce.Hook] | None = None
+    between_steps: Callable[[mesh.Workers], Hook] | None = None
+
+    @property
+    def replica_mixer(self) -> gossip.Mixer | None:
+        return self.mixer
 
 
-@registry.register("method", "decentralized", chooses=("mixer", "optimizer"))
-def decentralized(
-    inner: optax.GradientTransformation,
-    mixer: gossip.Mixer,
-    share: Callable[[Any], Any] | None = None,
-    *,
-    order: Literal["awc", "atc"] = "awc",
-    every: Count = 1,
-    strength: float = 1.0,
-    strength_power: float = 0.0,
-    static_phase: bool = True,
-) -> Method:
-    """Decentralized training (gossip): each worker mixes its parameters with its neighbours' around any optimizer's step.
-
-    See `decentralize`.
-
-    Args:
-        order: "awc" mixes the parameters before the step, so the exchange overlaps with the gradient; "atc" mixes after the step.
-        every: p; mix in every p-th step only.
-        strength: γ in W' = γW + (1−γ)I, from 0 (no mixing) to 1 (full).
-        strength_power: q; γ is multiplied by (learning rate ÷ its peak)^q.
-        static_phase: compile one program for each phase of the topology; false: one program for all, whose exchange cannot overlap.
-
-    Reference: arXiv 2410.11998, decentralized Adam.
-    """
-    mixer = _every_and_damped(mixer, every, strength, strength_power, share)
-
-    def exchange(params, opt_state, phase):
-        return mixer.exchange(params, opt_state.mixer, phase)
-
-    return _gossip(decentralize(inner, mixer, order), mixer, exchange, order, every, static_phase)
+Method.register(OldMethod)
 
 
-@registry.register(
-    "method",
-    "tracking",
-    chooses=("mixer", "optimizer"),
-    step="y ← W y + g − g₋, x ← W x − η d(y)",
-    messages="parameters and trackers",
-    memory="2 copies",
-    needs="the mixer's graph",
-    data="any; no bias",
-    source="arXiv 1607.03218",
-)
-def tracking(
-    inner: optax.GradientTransformation,
-    mixer: gossip.Mixer,
-    share: Callable[[Any], Any] | None = None,
-    *,
-    order: Literal["awc", "atc"] = "awc",
-    every: Count = 1,
-    strength: float = 1.0,
-    strength_power: float = 0.0,
-    static_phase: bool = True,
-) -> Method:
-    """Gradient tracking: each worker follows an estimate of the mean gradient, mixed with the parameters; with mixer "beer", BEER.
-
-    See `track`.
-
-    Args:
-        order: "awc" mixes the values before the step, so the exchange overlaps with the gradient; "atc" mixes after the step.
-        every: p; mix in every p-th step only.
-        strength: γ in W' = γW + (1−γ)I, from 0 (no mixing) to 1 (full).
-        strength_power: q; γ is multiplied by (learning rate ÷ its peak)^q.
-        static_phase: compile one program for each phase of the topology; false: one program for all, whose exchange cannot overlap.
-
-    Reference: Nedić, Olshevsky and Shi 2017, arXiv 1607.03218; Zhao et al. 2022, arXiv 2201.13320 (BEER).
-    """
-    mixer = _every_and_damped(mixer, every, strength, strength_power, share)
-    exchange = functools.partial(tracked_exchange, mixer)
-    both = _OfTwo(mixer)
-    method = _gossip(track(inner, mixer, order), both, exchange, order, every, static_phase)
-    # The mixer's memory is also of trackers, which averaging the parameters does not make equal.
-    return method._replace(mixer=gossip.Restartless(mixer))
-
-
-class _OfTwo(gossip.WrappedMixer):
-    """A mixer of parameters and trackers, by the size of the parameters."""
-
-    def num_bytes(self, params, phase):
-        return self.inner.num_bytes((params, params), phase)
-
-
-def _every_and_damped(mixer, every, strength, power, share) -> gossip.Mixer:
-    mixer = gossip.every(mixer, every)
-    if not power:
-        return gossip.damp(mixer, strength)
-    if share is None:
-        raise ValueError(f"strength_power={power} scales mixing with the learning rate: give `share`, or leave it 0")
-    return gossip.damp(mixer, lambda step: strength * share(step) ** power)
-
-
-def _gossip(tx, mixer, exchange, order, every, static_phase) -> Method:
-    if static_phase:
-        return _mixed(tx, mixer, exchange if order == "awc" else None, every)
-
-    # One program holds all phases, so its bytes are declared as the mean over a period of steps.
-    steps = range(every * sum(phase != gossip.SILENT for phase in mixer.phases))
-    num_bytes = lambda params, phase: np.mean([mixer.num_bytes(params, mixer.phase(step)) for step in steps], axis=0)
-    return Method(tx, lambda step: None, num_bytes, mixer=mixer, every=every)
-
-
-def mixing(form: Any, mixer: gossip.Mixer, exchange: Callable[[Any, Any, int], Any] | None = None) -> Method:
+def mixing(form: Any, mixer: gossip.Mixer, exchange: Callable[[Any, Any, int], Any] | None = None) -> OldMethod:
     """The method of an object with `init` and `update` that sends what a mixer sends; `exchange` as in `Method`."""
-    return _mixed(transformation(form.init, form.update), mixer, exchange)
+    return mixed(transformation(form.init, form.update), mixer, exchange)
 
 
-def _mixed(tx: optax.GradientTransformationExtraArgs, mixer: gossip.Mixer, exchange: Any, every: int = 1) -> Method:
+def mixed(tx: optax.GradientTransformationExtraArgs, mixer: gossip.Mixer, exchange: Any, every: int = 1) -> OldMethod:
     num_bytes: Any = mixer.num_bytes
     of = mixer.usage
     usage = of and (lambda opt_state: of(opt_state.mixer))
-    return Method(tx, mixer.phase, num_bytes, exchange, usage, mixer.phases, mixer, every)
+    return OldMethod(tx, mixer.phase, num_bytes, exchange, usage, mixer.phases, mixer, every)
 
 
-@registry.register("method", "allreduce", chooses=("reducer", "optimizer"), averages_gradients=True)
-def allreduce(inner: optax.GradientTransformation, reducer: reduce.Reducer, num_workers: int, *, stale: bool = False) -> Method:
-    """Data-parallel training: gradients are averaged over all workers, exactly or compressed; see `synchronize`.
-
-    Args:
-        stale: apply the average of the previous step's gradients, so that averaging overlaps with computing the next ones.
-    """
-    method = averaging(synchronize(inner, reducer, stale), reducer, num_workers)
-    exchange = lambda params, opt_state, phase: stale_exchange(reducer, opt_state, phase)
-    return method._replace(exchange=exchange) if stale else method
-
-
-@registry.register("method", "onebit_adam", chooses=("reducer",), warm=True, reducer="codec(codec=scaled_sign,form='shards')")
-def onebit_adam(
-    reducer: reduce.Reducer,
-    num_workers: int,
-    learning_rate: optax.Schedule,
-    clip: optax.GradientTransformation,
-    *,
-    b1: float = 0.9,
-    b2: float = 0.99,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-) -> Method:
-    """1-bit Adam: Adam for the first steps, then its variance is frozen and the workers' momenta are averaged in compressed form.
-
-    The reducer's `start` says after how many steps; until then it averages gradients exactly. See `scale_by_onebit_adam`.
-
-    Args:
-        b1: β1 in [0, 1), decay of the momentum.
-        b2: β2 in [0, 1), decay of the variance until it is frozen.
-        eps: ε, added outside of the root.
-        weight_decay: λ, decoupled.
-
-    Reference: Tang et al. 2021, arXiv 2102.02888.
-    """
-    tx = optax.chain(
-        clip,
-        scale_by_onebit_adam(reducer, b1, b2, eps),
-        optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    return averaging(tx, reducer, num_workers)
-
-
-@registry.register("method", "diloco", chooses=("reducer", "optimizer"))
-def diloco(
-    inner: optax.GradientTransformation,
-    reducer: reduce.Reducer,
-    num_workers: int,
-    *,
-    every: int = 30,
-    outer_learning_rate: Positive = 0.7,
-    outer_momentum: Decay = 0.9,
-) -> Method:
-    """DiLoCo: every worker takes H local steps, then all take one step with Nesterov momentum along their average change.
-
-    See `local_updates`.
-
-    Args:
-        every: H, steps from one average to the next.
-        outer_learning_rate: learning rate of the outer step.
-        outer_momentum: Nesterov momentum of the outer step; 0: none.
-
-    Reference: Douillard et al. 2023, arXiv 2311.08105.
-    """
-    reducer = reduce.every(reducer, every)
-    outer = optax.sgd(outer_learning_rate, outer_momentum or None, nesterov=True)
-    return averaging(local_updates(inner, reducer, outer), reducer, num_workers)._replace(every=every)
-
-
-@registry.register(
-    "method",
-    "sparseloco",
-    chooses=("reducer", "optimizer"),
-    reducer="codec(codec=block_topk(values=int2),decay=0.95,form='gather')",
-)
-def sparseloco(
-    inner: optax.GradientTransformation,
-    reducer: reduce.Reducer,
-    num_workers: int,
-    *,
-    every: int = 30,
-    outer_learning_rate: Positive = 1.0,
-    outer_momentum: Decay = 0.0,
-) -> Method:
-    """SparseLoCo: DiLoCo with compressed changes (a few of the values, in few bits), whose errors are added to later changes.
-
-    The default reducer keeps the largest values of each block in 2 bits, and multiplies the remembered error by 0.95 each time.
-
-    Args:
-        every: H, steps from one average to the next.
-        outer_learning_rate: learning rate of the outer step; 1: the average change is applied as it is.
-        outer_momentum: Nesterov momentum of the outer step; 0: none.
-
-    Reference: Sarfi et al. 2025, arXiv 2508.15706.
-    """
-    return diloco(inner, reducer, num_workers, every=every, outer_learning_rate=outer_learning_rate, outer_momentum=outer_momentum)
-
-
-def averaging(tx: Any, reducer: reduce.Reducer, num_workers: int) -> Method:
+def averaging(tx: Any, reducer: reduce.Reducer, num_workers: int) -> OldMethod:
     """The method of a transformation whose communication is a reducer's."""
     steps, own = reducer.usage, reducer.between_steps
     usage = steps and (lambda opt_state: steps(opt_state.reducer))
@@ -291,17 +322,4 @@ def averaging(tx: Any, reducer: reduce.Reducer, num_workers: int) -> Method:
         hook = own(workers, lambda step: step)
         return lambda opt_state, loss_N, step: opt_state._replace(reducer=hook(opt_state.reducer, loss_N, step))
 
-    return Method(tx, reducer.phase, num_bytes, usage=usage, phases=reducer.phases, between_steps=own and between_steps)
-
-
-@registry.register("method", "local", chooses=("optimizer",), alone=True)
-def local(inner: optax.GradientTransformation, num_workers: int) -> Method:
-    """No communication: every worker trains by itself."""
-    inner = optax.with_extra_args_support(inner)
-
-    def update(grads, state, params=None, *, phase=None, **extra):
-        del phase  # Not an argument of the optimizer.
-        return inner.update(grads, state, params, **extra)
-
-    tx = transformation(inner.init, update, moves=False)
-    return Method(tx, lambda step: 0, lambda params, phase: np.zeros(num_workers))
+    return OldMethod(tx, reducer.phase, num_bytes, usage=usage, phases=reducer.phases, between_steps=own and between_steps)

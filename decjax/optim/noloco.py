@@ -20,7 +20,7 @@ from decjax import gossip, registry
 from decjax.buckets import in_float32
 from decjax.optim.decentralize import mix_in_step
 from decjax.optim.gossip_diloco import OuterSteps
-from decjax.optim.method import Method
+from decjax.optim.method import OldMethod
 
 
 @registry.register(
@@ -28,7 +28,7 @@ from decjax.optim.method import Method
     "noloco",
     chooses=("mixer", "optimizer"),
     anchored=True,
-    topology="random_matching",
+    default_topology="random_matching",
     messages="changes and parameters, every H steps",
     memory="2 copies",
     source="arXiv 2506.10911",
@@ -41,7 +41,7 @@ def noloco(
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.5,
     pull: float = 1.0,
-) -> Method:
+) -> OldMethod:
     """NoLoCo: H local steps, then an outer step along the mean change of a random pair, which also draws the pair together.
 
         Δ_i = θ_i − φ_i;   δ_i ← αδ_i + β mean(Δ) − γ(φ_i − mean(φ));   φ_i ← φ_i + δ_i;   θ_i ← φ_i

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip, registry
-from decjax.optim.method import Method
+from decjax.optim.method import OldMethod
 from decjax.optim.tracking_in_turn import track_in_turn
 
 
@@ -37,7 +37,7 @@ def gt_nsgdm(
     *,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
-) -> Method:
+) -> OldMethod:
     """GT-NSGDm: steps of length η along the tracked mean of the workers' momenta; see `decjax.optim.normalized_tracking`.
 
     Args:

@@ -14,7 +14,7 @@ Reference: Tang et al. 2021, arXiv 2102.02888, algorithm 1.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,11 @@ import optax
 
 from decjax import reduce
 from decjax.buckets import of_floating
-from decjax.optim.memories import communicating, init_memory, transformation, transient
+from decjax.optim.memories import communicating, increment, init_memory, transformation, transient
+from decjax.optim.method import Reducing
+from decjax.options import Decay, NonNegative
+from decjax.registry import of_field
+from decjax.typing import PyTree
 
 
 @communicating
@@ -31,18 +35,18 @@ class OnebitAdamState(NamedTuple):
     """State of `scale_by_onebit_adam`; the trees have the shapes of the parameters.
 
     Attributes:
-        count: t, updates so far, an int32 scalar.
-        warm_count: T, how many of them were warm-up steps, an int32 scalar.
+        step: t, updates so far, an int32 scalar.
+        warm_steps: T, how many of them were warm-up steps, an int32 scalar.
         mu: m, the momentum, the same on all workers.
         nu: v, the variance.
         reducer: state of the reducer.
     """
 
-    count: jax.Array
-    warm_count: jax.Array
-    mu: Any
-    nu: Any
-    reducer: Any
+    step: jax.Array
+    warm_steps: jax.Array
+    mu: PyTree
+    nu: PyTree
+    reducer: PyTree
 
 
 def scale_by_onebit_adam(
@@ -76,13 +80,13 @@ def scale_by_onebit_adam(
     if reducer.usage:
         raise ValueError("1-bit Adam needs a reducer whose messages are known beforehand; use 'codec' instead of 'gravac'")
 
-    form = _OnebitAdam(reducer, b1, b2, eps)
-    return transformation(form.init, form.update, moves=False)
+    direction = _Direction(reducer, b1, b2, eps)
+    return transformation(direction.init, direction.update, moves=False)
 
 
 @dataclasses.dataclass(frozen=True)
-class _OnebitAdam:
-    """The transformation's functions."""
+class _Direction:
+    """The functions of `scale_by_onebit_adam`."""
 
     reducer: reduce.Reducer
     b1: float
@@ -94,23 +98,22 @@ class _OnebitAdam:
         return OnebitAdamState(zero, zero, mu, nu, init_memory(self.reducer.init, params))
 
     def update(self, grads, state, params=None, *, phase=None, **extra):
-        del params, extra
         due = reduce.due_phase(self.reducer, phase)
         if due == reduce.BEFORE:
-            averaged, reducer_state = self.reducer.reduce(grads, state.reducer, due)
-            new = state._replace(count=optax.safe_increment(state.count), mu=self.momentum(state.mu, averaged))
+            averaged, memory = self.reducer.reduce(grads, state.reducer, due)
             nu = of_floating(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.nu, averaged)
-            new = new._replace(nu=nu, warm_count=optax.safe_increment(state.warm_count))
+            new = state._replace(mu=self.momentum(state.mu, averaged), nu=nu, warm_steps=increment(state.warm_steps))
         else:
-            mu, reducer_state = self.reducer.reduce(self.momentum(state.mu, grads), state.reducer, due)
-            new = state._replace(count=optax.safe_increment(state.count), mu=mu)
-        corrections = dict(correction1=1 - self.b1**new.count, correction2=1 - self.b2**new.warm_count)
+            mu, memory = self.reducer.reduce(self.momentum(state.mu, grads), state.reducer, due)
+            new = state._replace(mu=mu)
+        new = new._replace(step=increment(state.step))
+        corrections = dict(correction1=1 - self.b1**new.step, correction2=1 - self.b2**new.warm_steps)
         updates = of_floating(functools.partial(_scaled, eps=self.eps, **corrections), new.mu, new.nu)
         finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves((new.mu, new.nu))]).all()
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
-        return updates, new._replace(reducer=reducer_state)
+        return updates, new._replace(reducer=memory)
 
-    def momentum(self, mu, grads):
+    def momentum(self, mu: PyTree, grads: PyTree) -> PyTree:
         return of_floating(lambda m, g: self.b1 * m + (1 - self.b1) * g, mu, grads)
 
 
@@ -120,3 +123,41 @@ def _scaled(m: jax.Array, v: jax.Array, *, eps: float, correction1: jax.Array, c
     root = jnp.sqrt(jnp.where(has_variance, v, 1) / correction2.astype(v.dtype))
     # A momentum that is not finite stays so, for divergence to be seen.
     return jnp.where(has_variance | ~jnp.isfinite(m), m / correction1.astype(m.dtype) / (root + eps), 0)
+
+
+class OnebitAdam(Reducing, name="onebit_adam"):
+    """1-bit Adam: Adam for the first steps, then its variance is frozen and the workers' momenta are averaged in compressed form.
+
+    The reducer's `start` is the number of steps until then, in which it averages gradients exactly. See `scale_by_onebit_adam`.
+
+    Attributes:
+        learning_rate: α, by step.
+        clip: of each worker's gradient.
+        b1: β1, decay of the momentum.
+        b2: β2, decay of the variance until it is frozen.
+        eps: ε, added outside of the root.
+        weight_decay: λ, decoupled.
+    """
+
+    warm = True
+    default_reducer = "codec(codec=scaled_sign,form='shards')"
+
+    learning_rate: optax.Schedule
+    clip: optax.GradientTransformation
+    b1: Decay = 0.9
+    b2: Decay = 0.99
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+
+    @functools.cached_property
+    def chain(self) -> optax.GradientTransformationExtraArgs:
+        """The whole optimizer."""
+        return optax.chain(
+            self.clip,
+            scale_by_onebit_adam(self.reducer, self.b1, self.b2, self.eps),
+            optax.add_decayed_weights(self.weight_decay),
+            optax.scale_by_learning_rate(self.learning_rate),
+        )
+
+    init = of_field("chain.init")
+    update = of_field("chain.update")

@@ -17,9 +17,9 @@ import optax
 
 from decjax import gossip, registry
 from decjax.buckets import in_float32, of_floating
-from decjax.optim.decentralize import check_order, check_update, mix_with_step
-from decjax.optim.memories import communicating, init_memory, transient
-from decjax.optim.method import Method, mixing
+from decjax.optim.decentralize import mix_with_step
+from decjax.optim.memories import communicating, increment, init_memory, transient
+from decjax.optim.method import OldMethod, Order, check_order, check_update, mixing
 
 
 @communicating
@@ -28,14 +28,14 @@ class QuasiGlobalState(NamedTuple):
     """State of quasi-global methods; moments have the shapes of the parameters.
 
     Attributes:
-        count: steps so far, an int32 scalar.
+        step: steps so far, an int32 scalar.
         inner: state of the transformation of the gradient, as clipping.
         mixer: state of the mixer.
         momentum: m̂, the momentum of the mixed parameters.
         variance: v̂; () without one.
     """
 
-    count: jax.Array
+    step: jax.Array
     inner: Any
     mixer: Any
     momentum: Any
@@ -49,7 +49,7 @@ class QuasiGlobal:
     gradient: optax.GradientTransformation
     mixer: gossip.Mixer
     learning_rate: optax.Schedule
-    order: str
+    order: Order
     beta: float
     mu: float
     nesterov: bool
@@ -62,10 +62,10 @@ class QuasiGlobal:
         del extra
         check_update(params, self.order, phase, received)
         grads, inner = self.gradient.update(grads, state.inner, params)
-        rate: Any = self.learning_rate(state.count)
+        rate: Any = self.learning_rate(state.step)
         step = self.step(grads, state, params, rate)
         moved, memory = mix_with_step(self.mixer, self.order, step, params, state, phase, received)
-        after = state._replace(count=optax.safe_increment(state.count), inner=inner, mixer=memory)
+        after = state._replace(step=increment(state.step), inner=inner, mixer=memory)
         return moved, self.remember(after, moved, rate)
 
     def step(self, grads, state, params, rate):
@@ -83,7 +83,7 @@ class QuasiGlobal:
         return state._replace(momentum=new)
 
 
-def method_of(form: QuasiGlobal) -> Method:
+def method_of(form: QuasiGlobal) -> OldMethod:
     """The method of a quasi-global transformation."""
     check_order(form.mixer, form.order)
     mixer = gossip.unrounded(form.mixer)
@@ -117,7 +117,7 @@ def qg_dsgdm(
     quasi_momentum: float | None = None,
     nesterov: bool = False,
     weight_decay: float = 0.0,
-) -> Method:
+) -> OldMethod:
     """QG-DSGDm: decentralized SGD whose momentum follows the mixed parameters; see `decjax.optim.quasi_global`.
 
     Args:

@@ -19,7 +19,7 @@ import optax
 
 from decjax import gossip, registry
 from decjax.buckets import in_float32, of_floating
-from decjax.optim.method import Method
+from decjax.optim.method import OldMethod
 from decjax.optim.quasi_global import QuasiGlobal, method_of
 
 
@@ -36,7 +36,7 @@ class _QuasiGlobalAdam(QuasiGlobal):
         return state._replace(variance=state.momentum)
 
     def step(self, grads, state, params, rate):
-        t = state.count + 1
+        t = state.step + 1
 
         def one(g, m, v, x):
             m, v = self.beta * m + (1 - self.beta) * g, self.mu * v + (1 - self.mu) * g**2
@@ -77,7 +77,7 @@ def qg_dadam(
     b2: float = 0.99,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-) -> Method:
+) -> OldMethod:
     """QG-DAdam: decentralized Adam whose two moments follow the mixed parameters; see `decjax.optim.quasi_global_adam`.
 
     Args:

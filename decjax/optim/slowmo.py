@@ -21,9 +21,9 @@ import optax
 
 from decjax import gossip, reduce, registry
 from decjax.buckets import in_float32, of_floating
-from decjax.optim.decentralize import DecentralizeState, check_update, known_phase
-from decjax.optim.memories import communicating, init_memory, transformation, transient
-from decjax.optim.method import Method, averaging
+from decjax.optim.decentralize import DecentralizeState
+from decjax.optim.memories import communicating, increment, init_memory, transformation, transient
+from decjax.optim.method import OldMethod, averaging, check_update, known_phase
 
 
 @communicating
@@ -32,7 +32,7 @@ class SlowMoState(NamedTuple):
     """State of the methods `slowmo` and `slowmo_gossip`.
 
     Attributes:
-        count: steps so far, an int32 scalar.
+        step: steps so far, an int32 scalar.
         inner: state of the base optimizer.
         anchor: x₀, the same on all workers.
         momentum: u, the same on all workers.
@@ -40,7 +40,7 @@ class SlowMoState(NamedTuple):
         reducer: state of the reducer.
     """
 
-    count: jax.Array
+    step: jax.Array
     inner: Any
     anchor: Any
     momentum: Any
@@ -66,7 +66,7 @@ def slowmo(
     outer_learning_rate: float = 1.0,
     outer_momentum: float = 0.6,
     reset: bool = False,
-) -> Method:
+) -> OldMethod:
     """SlowMo: H local steps, then one along a momentum of the workers' average changes.
 
         x̄ = (1/N) Σ_i x_i;     u ← βu + (x₀ − x̄)/γ;     x₀ ← x₀ − αγu;     x_i ← x₀
@@ -125,14 +125,14 @@ class SlowMo:
         mixing, due = self.phases(phase)
         base = optax.with_extra_args_support(self.base)
         if self.mixer:
-            before = DecentralizeState(state.count, state.inner, state.mixer)
+            before = DecentralizeState(state.step, state.inner, state.mixer)
             after: Any
             updates, after = base.update(grads, before, params, phase=mixing, received=received, **extra)
             state = state._replace(inner=after.inner, mixer=after.mixer)
         else:
             updates, inner = base.update(grads, state.inner, params, **extra)
             state = state._replace(inner=inner)
-        state = state._replace(count=optax.safe_increment(state.count))
+        state = state._replace(step=increment(state.step))
         if due == reduce.SILENT:
             return updates, state
         change = jax.tree.map(jnp.subtract, state.anchor, optax.apply_updates(params, updates))
@@ -142,7 +142,7 @@ class SlowMo:
 
     def outer_step(self, change, state: SlowMoState) -> SlowMoState:
         """The state after x₀ and u have moved by the average change, with fresh memories of what is not averaged."""
-        steps = state.count - self.every + jnp.arange(self.every)
+        steps = state.step - self.every + jnp.arange(self.every)
         rate = jnp.mean(jax.vmap(lambda step: jnp.asarray(self.learning_rate(step), float))(steps))
         inverse = jnp.where(rate > 0, 1 / jnp.where(rate > 0, rate, 1), 0)  # At a rate of 0 nothing has changed.
 

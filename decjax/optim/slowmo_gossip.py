@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 from decjax import gossip, reduce, registry
-from decjax.optim.decentralize import check_phase_is_known, decentralize
-from decjax.optim.method import Method
+from decjax.optim.decentralize import decentralize
+from decjax.optim.method import OldMethod, check_phase_is_known
 from decjax.optim.slowmo import SlowMo
 
 
@@ -33,7 +33,7 @@ def slowmo_gossip(
     outer_learning_rate: float = 1.0,
     outer_momentum: float = 0.6,
     reset: bool = False,
-) -> Method:
+) -> OldMethod:
     """SlowMo around gossip: H steps of decentralized training, then one along a momentum of the workers' average changes.
 
     As `slowmo`, with parameters mixed in every step. A worker sends the mixer's messages in every step, and once in H steps the
@@ -61,7 +61,7 @@ def slowmo_gossip(
     base = decentralize(inner, mixer, order)
     form = SlowMo(base, mixer, average, learning_rate, every, outer_learning_rate, outer_momentum, reset, inner)
     both = _Both(form, mixer, average, num_workers)
-    return Method(form.transformation, both.phase, both.num_bytes, both.exchange if order == "awc" else None, mixer=mixer)
+    return OldMethod(form.transformation, both.phase, both.num_bytes, both.exchange if order == "awc" else None, mixer=mixer)
 
 
 @dataclasses.dataclass(frozen=True)

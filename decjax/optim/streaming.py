@@ -22,9 +22,8 @@ import optax
 
 from decjax import reduce, registry
 from decjax.optim import fragments as cut
-from decjax.optim.decentralize import check_update, known_phase
 from decjax.optim.memories import communicating, transformation, transient
-from decjax.optim.method import Method
+from decjax.optim.method import OldMethod, check_update, known_phase
 
 
 @communicating
@@ -51,7 +50,7 @@ class StreamingState(NamedTuple):
     "method",
     "streaming_diloco",
     chooses=("reducer", "optimizer"),
-    reducer="codec(codec=int4)",
+    default_reducer="codec(codec=int4)",
     messages="changes of a fragment",
     memory="2 copies, with delay > 1 one more",
     source="arXiv 2501.18512",
@@ -67,7 +66,7 @@ def streaming_diloco(
     merge: float = 0.5,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
-) -> Method:
+) -> OldMethod:
     """Streaming DiLoCo: P fragments of the parameters take DiLoCo's outer step in turn, and travel while the workers go on.
 
         Δ_p = a_p − x_{i,p};   a_p ← a_p − outer(mean Δ_p);   x_{i,p} ← (1 − μ) a_p + μ x_{i,p}
@@ -115,9 +114,9 @@ class _Streaming:
     def pieces(self) -> int:  # of a fragment; one is sent in a step
         return max(1, self.delay)
 
-    def method(self) -> Method:
+    def method(self) -> OldMethod:
         tx, exchange = transformation(self.init, self.update), self.exchange if self.delay else None
-        return Method(tx, self.phase, self.num_bytes, exchange, every=max(1, self.every // (self.fragments * self.pieces)))
+        return OldMethod(tx, self.phase, self.num_bytes, exchange, every=max(1, self.every // (self.fragments * self.pieces)))
 
     def phase(self, step: int) -> int:
         steps = step if self.delay else step + 1  # taken before what is sent now was known

@@ -13,7 +13,7 @@ with `gossip.beer` both are compressed as in CHOCO, which is BEER:
 Reference: Nedić, Olshevsky and Shi 2017, arXiv 1607.03218 (DIGing); Zhao et al. 2022, arXiv 2201.13320 (BEER, algorithm 1).
 """
 
-import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,9 +22,9 @@ import optax
 
 from decjax import gossip, options
 from decjax.buckets import in_float32, of_floating
-from decjax.optim.decentralize import check_order, check_update, mix_in_step
-from decjax.optim.inner import of_one_worker
-from decjax.optim.memories import communicating, init_memory, transformation, transient
+from decjax.optim.decentralize import Gossiping, mix_in_step
+from decjax.optim.memories import communicating, increment, init_memory, transient
+from decjax.optim.method import OfTwo, check_update
 
 
 @communicating
@@ -33,14 +33,14 @@ class TrackState(NamedTuple):
     """State of `track`; tracker and gradient have the shapes of the parameters.
 
     Attributes:
-        count: steps so far, an int32 scalar; it gives the phase where the caller gives none.
+        step: steps so far, an int32 scalar; it gives the phase where the caller gives none.
         inner: state of the wrapped optimizer.
         mixer: state of the mixer, of parameters and trackers.
         tracker: v, the estimate of the mean gradient.
         gradient: ∇F(x⁻), the gradient of the step before.
     """
 
-    count: jax.Array
+    step: jax.Array
     inner: Any
     mixer: Any
     tracker: Any
@@ -67,43 +67,57 @@ def track(
     Raises:
         ValueError: if the order is unknown, or the mixer changes the optimizer's step itself, as `gossip.dcd` does, or the mean.
     """
-    if mixer.settle is not None or not mixer.keeps_mean:
-        raise ValueError(f"gradient tracking also mixes trackers, for which {mixer} is not made; use mixer 'exact' or 'beer'")
-    check_order(mixer, order)
-    form = _Tracked(of_one_worker(inner), mixer, order)
-    return transformation(form.init, form.update)
+    return Tracking(inner, mixer, order=order).tx
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tracked:
-    """The functions of `track`."""
+class Tracking(Gossiping, name="tracking"):
+    """Gradient tracking: each worker follows an estimate of the mean gradient, mixed with the parameters; with mixer "beer", BEER.
 
-    inner: optax.GradientTransformationExtraArgs
-    mixer: gossip.Mixer
-    order: str
+    See `track`.
+    """
+
+    messages = "parameters and trackers"
+    memory = "2 copies"
+    needs = "the mixer's graph"
+    data = "any; no bias"
+
+    def check_requirements(self, *more):
+        if self.mixer.settle is not None or not self.mixer.keeps_mean:
+            raise ValueError(
+                f"gradient tracking also mixes trackers, for which {self.mixer} is not made; use mixer 'exact' or 'beer'"
+            )
+        super().check_requirements(*more)
+
+    @functools.cached_property
+    def communicator(self):
+        return OfTwo(super().communicator)
 
     def init(self, params):
         nothing = jax.tree.map(jnp.zeros_like, params)
-        memory = init_memory(lambda params: self.mixer.init((params, nothing)), params)
-        return TrackState(jnp.zeros((), jnp.int32), self.inner.init(params), memory, nothing, nothing)
+        memory = init_memory(lambda params: self.communicator.init((params, nothing)), params)
+        return TrackState(jnp.zeros((), jnp.int32), self.optimizer.init(params), memory, nothing, nothing)
 
-    def update(self, grads, state, params: Any = None, *, phase=None, received=None, **extra):
+    @property
+    def exchange(self):
+        exchange = lambda params, state, phase: tracked_exchange(self.communicator, params, state, phase)
+        return exchange if super().exchange else None
+
+    def update(self, grads, state, params, *, phase=None, received=None, **extra):
         check_update(params, self.order, phase, received)
         # In the type in which it is remembered, so that trackers add up to the gradients.
         grads = jax.tree.map(lambda g, before: g.astype(before.dtype), grads, state.gradient)
         if self.order == "awc":
-            (mixed, tracker), mixer_state = mix_in_step(self.mixer, (params, state.tracker), state, phase, received)
+            (mixed, tracker), mixer_state = mix_in_step(self.communicator, (params, state.tracker), state, phase, received)
             tracker = of_floating(lambda v, g, before: v + (g - before), tracker, grads, state.gradient)
-            updates, inner_state = self.inner.update(tracker, state.inner, mixed, **extra)
+            updates, inner_state = self.optimizer.update(tracker, state.inner, mixed, **extra)
             updates = in_float32(lambda y, x, u: (y - x) + u, mixed, params, updates)
         else:
             tracker = of_floating(lambda v, g, before: v + (g - before), state.tracker, grads, state.gradient)
-            updates, inner_state = self.inner.update(tracker, state.inner, params, **extra)
+            updates, inner_state = self.optimizer.update(tracker, state.inner, params, **extra)
             stepped = optax.apply_updates(params, updates)
-            (mixed, tracker), mixer_state = mix_in_step(self.mixer, (stepped, tracker), state, phase)
+            (mixed, tracker), mixer_state = mix_in_step(self.communicator, (stepped, tracker), state, phase)
             updates = in_float32(jnp.subtract, mixed, params)
-        count: Any = optax.safe_increment(state.count)
-        return updates, TrackState(count, inner_state, mixer_state, tracker, grads)
+        return updates, TrackState(increment(state.step), inner_state, mixer_state, tracker, grads)
 
 
 def tracked_exchange(mixer: gossip.Mixer, params: Any, state: TrackState, phase: int) -> Any:

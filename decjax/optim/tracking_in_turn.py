@@ -19,9 +19,8 @@ import optax
 
 from decjax import gossip, registry
 from decjax.buckets import in_float32, of_floating
-from decjax.optim.decentralize import check_mixes_after, check_phase_is_known, check_update
-from decjax.optim.memories import communicating, init_memory, transformation, transient
-from decjax.optim.method import Method
+from decjax.optim.memories import communicating, increment, init_memory, transformation, transient
+from decjax.optim.method import OldMethod, check_mixes_after, check_phase_is_known, check_update
 
 
 @communicating
@@ -30,7 +29,7 @@ class TrackInTurnState(NamedTuple):
     """State of `track_in_turn`; tracker and signal have the shapes of the parameters.
 
     Attributes:
-        count: steps so far, an int32 scalar.
+        step: steps so far, an int32 scalar.
         before: state of the transformation of the gradient.
         inner: state of the wrapped optimizer.
         mixer: states of the mixer, of trackers and of parameters.
@@ -38,7 +37,7 @@ class TrackInTurnState(NamedTuple):
         signal: v₋, the signal of the step before.
     """
 
-    count: jax.Array
+    step: jax.Array
     before: Any
     inner: Any
     mixer: Any
@@ -46,7 +45,7 @@ class TrackInTurnState(NamedTuple):
     signal: Any
 
 
-def track_in_turn(signal: optax.GradientTransformation, inner: optax.GradientTransformation, mixer: gossip.Mixer) -> Method:
+def track_in_turn(signal: optax.GradientTransformation, inner: optax.GradientTransformation, mixer: gossip.Mixer) -> OldMethod:
     """The method of trackers and parameters that are mixed in turn (equations: `decjax.optim.tracking_in_turn`).
 
     Args:
@@ -64,7 +63,7 @@ def track_in_turn(signal: optax.GradientTransformation, inner: optax.GradientTra
     form = _TrackInTurn(signal, optax.with_extra_args_support(inner), mixer)
     tx = transformation(form.init, form.update)
     # The mixer's memory is also of trackers, which averaging the parameters does not make equal.
-    return Method(tx, mixer.phase, form.num_bytes, mixer=gossip.Restartless(mixer))
+    return OldMethod(tx, mixer.phase, form.num_bytes, mixer=gossip.Restartless(mixer))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +91,13 @@ class _TrackInTurn:
         # In the type in which it is remembered, so that trackers add up to the signals.
         v = jax.tree.map(lambda v, old: v.astype(old.dtype), v, state.signal)
         moved = of_floating(lambda y, new, old: y + (new - old), state.tracker, v, state.signal)
-        mixed, of_trackers = gossip.mix_due(self.mixer, moved, state.mixer[0], phase, state.count)
-        tracker = jax.tree.map(lambda first, later: jnp.where(state.count == 0, first, later), moved, mixed)
+        mixed, of_trackers = gossip.mix_due(self.mixer, moved, state.mixer[0], phase, state.step)
+        tracker = jax.tree.map(lambda first, later: jnp.where(state.step == 0, first, later), moved, mixed)
         updates, inner = self.inner.update(tracker, state.inner, params, **extra)
         stepped = optax.apply_updates(params, updates)
-        mixed, of_params = gossip.mix_due(self.mixer, stepped, state.mixer[1], phase, state.count)
-        count: Any = optax.safe_increment(state.count)
-        after = TrackInTurnState(count, before, inner, (of_trackers, of_params), tracker, v)
+        mixed, of_params = gossip.mix_due(self.mixer, stepped, state.mixer[1], phase, state.step)
+        step = increment(state.step)
+        after = TrackInTurnState(step, before, inner, (of_trackers, of_params), tracker, v)
         return in_float32(jnp.subtract, mixed, params), after
 
 
@@ -106,7 +105,7 @@ class _TrackInTurn:
     "method",
     "mc_dsgt",
     chooses=("mixer", "optimizer"),
-    mixer="exact(rounds=4)",
+    default_mixer="exact(rounds=4)",
     step="y ← W…W (y + g − g₋), x ← W…W (x − η d(y)), R matrices each",
     messages="parameters and trackers, R rounds of each",
     memory="2 copies",
@@ -114,7 +113,7 @@ class _TrackInTurn:
     data="any; no bias",
     source="arXiv 2211.00533",
 )
-def mc_dsgt(inner: optax.GradientTransformation, mixer: gossip.Mixer) -> Method:
+def mc_dsgt(inner: optax.GradientTransformation, mixer: gossip.Mixer) -> OldMethod:
     """MC-DSGT: gradient tracking with R rounds of gossip for each of trackers and parameters, for graphs that vary in time.
 
     R is the mixer's: `exact(rounds=R)`, or, on static symmetric graphs only, `accelerated(rounds=R)`. In the paper g is the mean of

@@ -23,9 +23,8 @@ import optax
 
 from decjax import reduce, registry
 from decjax.buckets import in_float32, of_floating
-from decjax.optim.decentralize import check_update, known_phase
-from decjax.optim.memories import communicating, init_memory, transformation, transient
-from decjax.optim.method import Method
+from decjax.optim.memories import communicating, increment, init_memory, transformation, transient
+from decjax.optim.method import OldMethod, check_update, known_phase
 
 REFRESH, SYNC = 1, 2  # what a phase adds up to, minus one, so that a step of neither is `reduce.SILENT`
 
@@ -36,7 +35,7 @@ class ZeroOneAdamState(NamedTuple):
     """State of the method `zero_one_adam`; the trees have the shapes of the parameters.
 
     Attributes:
-        count: steps so far, an int32 scalar.
+        step: steps so far, an int32 scalar.
         mu: m_i.
         nu: v, the same on all workers.
         moved: u_i, what this worker's momenta have added up to since the last synchronization.
@@ -45,7 +44,7 @@ class ZeroOneAdamState(NamedTuple):
         reducer: state of the reducer.
     """
 
-    count: jax.Array
+    step: jax.Array
     mu: Any
     nu: Any
     moved: Any
@@ -59,7 +58,7 @@ class ZeroOneAdamState(NamedTuple):
     "zero_one_adam",
     chooses=("reducer",),
     warm=True,
-    reducer="codec(codec=scaled_sign,form='shards')",
+    default_reducer="codec(codec=scaled_sign,form='shards')",
     messages="momenta, 1 bit a value; gradients, ever more rarely",
     memory="4 copies",
     source="arXiv 2202.06009",
@@ -77,7 +76,7 @@ def zero_one_adam(
     refresh: int = 16,
     doubling: int = 100,
     local_steps: int = 16,
-) -> Method:
+) -> OldMethod:
     """0/1 Adam: a shared variance, refreshed ever more rarely; 1-bit momenta; and later, local steps between synchronizations.
 
         u_i ← u_i + γ m_i;   at times m_i ← mean C(u_i) / Σγ;   x ← x_t' − mean C(u_i) / (√v + ε)
@@ -110,7 +109,7 @@ def zero_one_adam(
         )
     form = _ZeroOneAdam(reducer, num_workers, learning_rate, (b1, b2, eps, weight_decay), refresh, doubling, local_steps)
     tx = optax.chain(clip, transformation(form.init, form.update, moves=False))
-    return Method(tx, form.phase, form.num_bytes)
+    return OldMethod(tx, form.phase, form.num_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +161,11 @@ class _ZeroOneAdam:
         if phase + 1 & REFRESH:
             mean, memory = self.reducer.reduce(grads, memory, self.reducer.phases[0])
             nu = of_floating(lambda v, g: b2 * v + (1 - b2) * g**2, nu, mean)
-        rate: Any = self.learning_rate(state.count)
+        rate: Any = self.learning_rate(state.step)
         rates = state.rates + rate
         mu = of_floating(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
         moved = of_floating(lambda u, m: u + rate * m, state.moved, mu)
-        new = state._replace(count=optax.safe_increment(state.count), mu=mu, nu=nu, moved=moved, rates=rates)
+        new = state._replace(step=increment(state.step), mu=mu, nu=nu, moved=moved, rates=rates)
         direction = lambda m, v: jnp.where((v > 0) | ~jnp.isfinite(m), m / (jnp.sqrt(v) + eps), 0)
         if phase + 1 & SYNC:
             averaged, memory = self.reducer.reduce(moved, memory, self.reducer.phases[1])

@@ -110,8 +110,8 @@ class Trainer:
         """Sends known values between workers and between stages, and raises a `TrainingError` if one does not arrive."""
         try:
             if self.setup.topology:
-                assert self.method.mixer is not None
-                gossip.check_exchange(self.workers.whole, self.setup.topology, self.method.mixer.permutations)
+                assert self.method.replica_mixer is not None
+                gossip.check_exchange(self.workers.whole, self.setup.topology, self.method.replica_mixer.permutations)
             if self.setup.source.permutations:
                 gossip.check_stage_exchange(self.workers, self.setup.source.permutations)
         except RuntimeError as error:
@@ -165,7 +165,7 @@ class Trainer:
 
         def average(state):
             params = state_lib.averaged(
-                state._replace(params=source.models(state.params)), self.method.mixer, self.workers.num_axes
+                state._replace(params=source.models(state.params)), self.method.replica_mixer, self.workers.num_axes
             )
             return params, state_lib.mean_over_workers(source.variables(state.source))
 
@@ -191,7 +191,7 @@ class Trainer:
     @functools.cached_property
     def _consensus(self) -> tuple[Callable[[State], State], float]:
         workers = self.workers
-        consensus = functools.partial(state_lib.consensus, mixer=self.method.mixer, workers=workers)
+        consensus = functools.partial(state_lib.consensus, mixer=self.method.replica_mixer, workers=workers)
         shardings = workers.shardings(self.abstract)
         compiled = jax.jit(consensus, out_shardings=shardings, donate_argnums=0).lower(self.abstract).compile()
         if workers.simulated:

@@ -24,18 +24,19 @@ from decjax import reduce, registry
 from decjax.channel import Channel
 from decjax.mesh.axis import Axis
 from decjax.optim.local_updates import local_updates
-from decjax.optim.method import Method, averaging
+from decjax.optim.memories import increment
+from decjax.optim.method import OldMethod, averaging
 
 
 class UnevenState(NamedTuple):
     """State of `uneven_steps`.
 
     Attributes:
-        count: steps of the run so far, the same on all workers, an int32 scalar.
+        step: steps of the run so far, the same on all workers, an int32 scalar.
         inner: state of the optimizer after the steps that the worker took.
     """
 
-    count: jax.Array
+    step: jax.Array
     inner: Any
 
 
@@ -69,11 +70,11 @@ class _Uneven:
     def update(self, grads, state, params=None, **extra):
         updates, inner = self.inner.update(grads, state.inner, params, **extra)
         # A selection and no conditional: the optimizer may communicate between stages, and all workers run the same program.
-        takes = state.count % self.every < jnp.asarray(self.taken)[self.axis.index]
+        takes = state.step % self.every < jnp.asarray(self.taken)[self.axis.index]
         inner = jax.tree.map(lambda new, old: jnp.where(takes, new, old), inner, state.inner)
         updates = jax.tree.map(lambda update: jnp.where(takes, update, jnp.zeros_like(update)), updates)
-        count: Any = optax.safe_increment(state.count)
-        return updates, UnevenState(count, inner)
+        step = increment(state.step)
+        return updates, UnevenState(step, inner)
 
 
 @registry.register(
@@ -94,7 +95,7 @@ def tma(
     *,
     every: int = 10,
     pace: str = "spread(slowest=0.5)",
-) -> Method:
+) -> OldMethod:
     """Time-based model aggregation: local steps, of which slow workers take fewer, then the mean of all parameters.
 
     Equations, and that slowness is simulated: `decjax.contrib.graphs.uneven`.

@@ -11,7 +11,7 @@ import optax
 
 from decjax import registry
 from decjax.mesh.axis import STAGES, Axis
-from decjax.optim.memories import transformation
+from decjax.optim.memories import increment, transformation
 from decjax.options import Count
 from decjax.typing import PyTree
 
@@ -20,12 +20,12 @@ class LateState(NamedTuple):
     """State of `late_gradients`.
 
     Attributes:
-        count: steps so far, an int32 scalar.
+        step: steps so far, an int32 scalar.
         inner: state of the optimizer.
         waiting: the last K gradients of this stage, leaves [K, …]; that of step t is entry t mod K.
     """
 
-    count: jax.Array
+    step: jax.Array
     inner: PyTree
     waiting: PyTree
 
@@ -60,12 +60,12 @@ def late_gradients(
 
     def update(grads, state, params=None, **extra):
         late = delay * (num_stages - 1 - stages.index)
-        due = jax.tree.map(lambda g, stored: jnp.where(late == 0, g, stored[(state.count - late) % K]), grads, state.waiting)
+        due = jax.tree.map(lambda g, stored: jnp.where(late == 0, g, stored[(state.step - late) % K]), grads, state.waiting)
         updates, inner_state = inner.update(due, state.inner, params, **extra)
-        begun = state.count >= late
+        begun = state.step >= late
         updates = jax.tree.map(lambda u: jnp.where(begun, u, jnp.zeros_like(u)), updates)
         inner_state = jax.tree.map(lambda new, old: jnp.where(begun, new, old), inner_state, state.inner)
-        waiting = jax.tree.map(lambda stored, g: stored.at[state.count % K].set(g), state.waiting, grads)
-        return updates, state._replace(count=optax.safe_increment(state.count), inner=inner_state, waiting=waiting)
+        waiting = jax.tree.map(lambda stored, g: stored.at[state.step % K].set(g), state.waiting, grads)
+        return updates, state._replace(step=increment(state.step), inner=inner_state, waiting=waiting)
 
     return transformation(init, update, moves=False)

@@ -28,18 +28,19 @@ import optax
 from decjax import reduce, registry
 from decjax.channel import Channel
 from decjax.optim.local_updates import local_updates
-from decjax.optim.method import Method, averaging
+from decjax.optim.memories import increment
+from decjax.optim.method import OldMethod, averaging
 
 
 class SubnetworkState(NamedTuple):
     """State of a worker's own steps.
 
     Attributes:
-        count: steps so far, an int32 scalar; it gives the round.
+        step: steps so far, an int32 scalar; it gives the round.
         inner: state of the optimizer.
     """
 
-    count: jax.Array
+    step: jax.Array
     inner: Any
 
 
@@ -62,7 +63,7 @@ def ist(
     units: Sequence[tuple[str, int]],
     *,
     every: int = 30,
-) -> Method:
+) -> OldMethod:
     """Independent subnetwork training: each worker trains the network of its own hidden units for H steps; then units are dealt anew.
 
     Equations, and what is less here than in the papers' systems: `decjax.contrib.subnetworks`.
@@ -114,7 +115,7 @@ class _Dealt:
 
     def view(self, params: Any, state: Any) -> Any:
         """The network of a worker's own units, from the state of the whole method."""
-        return self.masked(params, state.inner.count)
+        return self.masked(params, state.inner.step)
 
     def summed(self, changes: Any, params: Any = None) -> Any:
         """The sum over workers of the changes of units, and the mean of others, from the mean of all."""
@@ -132,6 +133,6 @@ class _Dealt:
         return SubnetworkState(jnp.zeros((), jnp.int32), self.inner.init(params))
 
     def update(self, grads, state, params=None, **extra):
-        updates, inner = self.inner.update(self.masked(grads, state.count), state.inner, params, **extra)
-        count: Any = optax.safe_increment(state.count)
-        return self.masked(updates, state.count), SubnetworkState(count, inner)
+        updates, inner = self.inner.update(self.masked(grads, state.step), state.inner, params, **extra)
+        step = increment(state.step)
+        return self.masked(updates, state.step), SubnetworkState(step, inner)
