@@ -50,7 +50,11 @@ def part(kind: str, name: str, width: int = WIDTH) -> list:
     """The traits, docstring and options of a part."""
     chosen = registry.part(kind, name)
     options = [(option, entry.type, _default(entry)) for option, entry in chosen.options.items()]
-    told = wrapped(inspect.getdoc(chosen.factory) or "It has no description.", width)
+    document = inspect.getdoc(chosen.factory) or "It has no description."
+    inherited = [
+        f"    {option}: {entry.help}" for option, entry in chosen.options.items() if entry.help and f"{option}: " not in document
+    ]
+    told = wrapped("\n".join([document, *(["", "Attributes of base classes:", *inherited] if inherited else [])]), width)
     text = "\n".join([f"{kind} {name}", *_traits(chosen), "", told])
     return [rich.text.Text(text), _table(("option", "type", "default"), options) if options else "\nIt has no options."]
 

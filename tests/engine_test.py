@@ -12,7 +12,6 @@ import pytest
 from decjax import codecs, gossip, mesh, optim, reduce
 from decjax import topology as topology_lib
 from decjax.channel import Channel
-from decjax.optim.streaming import streaming_diloco
 from decjax.pipeline import stateless
 from decjax.program import jaxpr
 from decjax.train import engine
@@ -96,7 +95,7 @@ METHODS = {
     "DCD": lambda: compressed(optax.sgd(LR), gossip.dcd, "ring"),
     "BEER": lambda: beer(optax.sgd(LR)),
     "stale all-reduce": lambda: stale_allreduce(optax.adamw(LR)),
-    "streaming": lambda: streaming_diloco(optax.adamw(LR), reduce.mean(), N, every=4, fragments=2, delay=2),
+    "streaming": lambda: optim.StreamingDiLoCo(optax.adamw(LR), reduce.mean(), N, every=4, fragments=2, delay=2),
 }
 
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from decjax import models, optim, reduce, registry
-from decjax.optim.muon import POLYNOMIALS, muon
+from decjax.optim.optimizers import POLYNOMIALS, muon
 from tests.outer import LR, START, STEPS, X0, Adam, N, gradients, trajectory
 
 BETA, H = 0.95, 4

@@ -14,10 +14,7 @@ from decjax import gossip, mesh, optim, reduce, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.contrib.gravac import gravac
-from decjax.optim.gossip_diloco import gossip_diloco
 from decjax.optim.slowmo import slowmo
-from decjax.optim.streaming import streaming_diloco
-from decjax.optim.zero_one_adam import zero_one_adam
 
 N, DIM, STEPS, LR = 4, 3, 6, 0.05
 MODES = ("devices", "simulated")
@@ -209,10 +206,12 @@ def test_steps_are_not_left_out_from_outside():
         (decjax.local_updates(optax.sgd(LR), reduce.every(reduce.mean(), 2), optax.sgd(1.0)), "LocalUpdatesState"),
         (optim.scale_by_onebit_adam(reduce.start_at(reduce.mean(), 1, reduce.mean())), "OnebitAdamState"),
         (slowmo(optax.sgd(LR), reduce.mean(), N, lambda step: LR).tx, "SlowMoState"),
-        (gossip_diloco(optax.sgd(LR), mixer).tx, "GossipOuterState"),
-        (streaming_diloco(optax.sgd(LR), reduce.mean(), N, fragments=1).tx, "StreamingState"),
+        (optim.GossipDiLoCo(optax.sgd(LR), mixer).tx, "GossipOuterState"),
+        (optim.StreamingDiLoCo(optax.sgd(LR), reduce.mean(), N, fragments=1).tx, "StreamingState"),
         (
-            zero_one_adam(reduce.start_at(reduce.mean(), 1, reduce.mean()), N, lambda step: LR, optax.identity()).tx,
+            optim.ZeroOneAdam(
+                reduce.start_at(reduce.mean(), 1, reduce.mean()), N, learning_rate=lambda step: LR, clip=optax.identity()
+            ).tx,
             "ZeroOneAdamState",
         ),
     ):

@@ -6,8 +6,7 @@ import optax
 import pytest
 
 from decjax import optim, reduce
-from decjax.optim import fragments as cut
-from decjax.optim.streaming import streaming_diloco
+from decjax.optim import streaming as streaming_lib
 from tests import outer
 from tests.outer import LR, START, STEPS, X0, Adam, N, adam, diloco, gradients, trajectory
 from tests.stand_ins import dense_top, top
@@ -19,7 +18,7 @@ FRAGMENTS = {1: [np.arange(8)], 2: [np.r_[0:2, 4:6], np.r_[2:4, 6:8]]}
 
 
 def streaming(mean=reduce.mean, **options):
-    return lambda channel: streaming_diloco(adam(LR), mean(channel), N, every=H, **options)
+    return lambda channel: optim.StreamingDiLoCo(adam(LR), mean(channel), N, every=H, **options)
 
 
 def dense(fragments, delay, merge, code=None):
@@ -85,7 +84,7 @@ def test_one_fragment_without_delay_that_replaces_the_parameters_is_diloco_bit_f
 def test_a_step_sends_its_share_of_what_diloco_sends_at_once(delay, share):
     one = outer.tree(X0)
     whole = optim.DiLoCo(optax.sgd(LR), reduce.mean(), N, every=H)
-    method = streaming_diloco(optax.sgd(LR), reduce.mean(), N, every=H, fragments=2, delay=delay)
+    method = optim.StreamingDiLoCo(optax.sgd(LR), reduce.mean(), N, every=H, fragments=2, delay=delay)
     peak = max(whole.num_bytes(one, whole.phase(t))[0] for t in range(H))
     sent = [method.num_bytes(one, method.phase(t))[0] for t in range(H, 2 * H)]
     assert max(sent) == peak / share and sum(sent) == peak
@@ -93,22 +92,22 @@ def test_a_step_sends_its_share_of_what_diloco_sends_at_once(delay, share):
 
 def test_fragments_of_stacked_layers_are_layers():
     layers = {"up": jax.ShapeDtypeStruct((4, 3, 5), np.float32), "count": jax.ShapeDtypeStruct((), np.int32)}
-    assert [[x.shape for x in cut.take(layers, part)] for part in cut.indices(layers, 2)] == [[(2, 3, 5)]] * 2
+    assert [[x.shape for x in streaming_lib.take(layers, part)] for part in streaming_lib.indices(layers, 2)] == [[(2, 3, 5)]] * 2
     shapes = {"a": jax.ShapeDtypeStruct((2, 7), np.float32), "b": jax.ShapeDtypeStruct((2,), np.float32)}
-    found = [[x.shape for x in cut.take(shapes, part)] for part in cut.indices(shapes, 3)]
+    found = [[x.shape for x in streaming_lib.take(shapes, part)] for part in streaming_lib.indices(shapes, 3)]
     assert found == [[(2, 2)], [(2, 2), (2,)], [(2, 3)]]
     values = {"a": np.arange(14.0).reshape(2, 7), "b": np.ones(2)}
-    part = cut.indices(values, 3)[1]
-    changed = cut.put(jax.tree.map(jax.numpy.asarray, values), part, [x + 1 for x in cut.take(values, part)])
+    part = streaming_lib.indices(values, 3)[1]
+    changed = streaming_lib.put(jax.tree.map(jax.numpy.asarray, values), part, [x + 1 for x in streaming_lib.take(values, part)])
     assert float(sum(x.sum() for x in jax.tree.leaves(changed))) == sum(x.sum() for x in values.values()) + 4 + 2
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(fragments=7), "fragments=7: must be from 1 to every=6"),
-        (dict(fragments=2, delay=4), "delay=4: must be from 0 to every/fragments=3"),
-        (dict(merge=1.5), "merge=1.5: must be at least 0 and at most 1"),
+        (dict(fragments=7), "at most every=6 fragments, got fragments '7'"),
+        (dict(fragments=2, delay=4), "a delay of at most every/fragments=3, got delay '4'"),
+        (dict(merge=1.5), "merge=1.5 must be at least 0 and at most 1"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(options, message):
@@ -116,4 +115,4 @@ def test_what_cannot_be_is_refused_in_one_line(options, message):
         streaming()(None) if not options else streaming(lambda channel: reduce.mean(), **options)(None)
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="some would be empty; use fewer fragments"):
-        cut.indices({"a": np.ones(2)}, 3)
+        streaming_lib.indices({"a": np.ones(2)}, 3)

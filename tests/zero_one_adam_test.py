@@ -5,9 +5,8 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import reduce
+from decjax import optim, reduce
 from decjax.channel import Channel
-from decjax.optim.zero_one_adam import zero_one_adam
 from tests import outer
 from tests.outer import LR, START, STEPS, X0, N, gradients, trajectory
 from tests.stand_ins import dense_top, identity, top
@@ -28,7 +27,7 @@ def method(codec, start=FREEZE, **options):
         options.setdefault("refresh", KAPPA)
         schedule = reduce.start_at(coded, start, reduce.mean(channel))
         chosen = dict(weight_decay=DECAY, doubling=DOUBLING, local_steps=MOST) | options
-        return zero_one_adam(schedule, N, rate, optax.identity(), **chosen)
+        return optim.ZeroOneAdam(schedule, N, learning_rate=rate, clip=optax.identity(), **chosen)
 
     return make
 
@@ -53,7 +52,7 @@ def test_it_is_the_dense_reference(mode):
             x = x - gamma * (m / (np.sqrt(v) + EPS) + DECAY * x)
         expected.append(x)
     np.testing.assert_allclose(path, np.stack(expected), rtol=0, atol=1e-6)
-    assert all(np.ptp(x, axis=0).max() == 0 for x in jax.tree.leaves((state[1].anchor, state[1].nu)))
+    assert all(np.ptp(x, axis=0).max() == 0 for x in jax.tree.leaves((state.anchor, state.nu)))
 
 
 def test_a_step_sends_what_is_due():
@@ -77,12 +76,12 @@ def test_with_every_variance_and_momentum_as_they_are_it_is_adam_without_correct
     "reducer, options, message",
     [
         (reduce.mean(), {}, "give reducer.start of at least 1"),
-        (None, dict(local_steps=3), "local_steps=3: must be a power of two"),
-        (None, dict(refresh=0), "refresh=0: must be at least 1"),
+        (None, dict(local_steps=3), "a power of two, since local steps double, got local_steps '3'"),
+        (None, dict(refresh=0), "refresh=0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(reducer, options, message):
     reducer = reducer or reduce.start_at(reduce.coded(codec="int8"), 2, reduce.mean())
     with pytest.raises(ValueError, match=message) as error:
-        zero_one_adam(reducer, N, rate, optax.identity(), **options)
+        optim.ZeroOneAdam(reducer, N, learning_rate=rate, clip=optax.identity(), **options)
     assert "\n" not in str(error.value)

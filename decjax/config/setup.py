@@ -224,10 +224,16 @@ class _WithSource(Method):
     init = of_field("method.init")
     update = of_field("method.update")
     phase = of_field("method.phase")
-    exchange = of_field("method.exchange")
-    view = of_field("method.view")
     communicator = of_field("method.communicator")
     tx = of_field("method.tx")
+
+    @property
+    def exchange(self):
+        return self.method.exchange
+
+    @property
+    def view(self):
+        return self.method.view
 
     def num_bytes(self, params, phase):
         return self.method.num_bytes(params, phase) + self.source_bytes

@@ -14,9 +14,10 @@ gradient, so warm up the learning rate. The state takes three times the memory o
 Reference: arXiv 2410.11998 (AccumAdam).
 """
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ import optax
 
 from decjax.buckets import is_floating, wide_dtype
 from decjax.optim.memories import increment
+from decjax.typing import DType, PyTree
 
 
 class AccumulatedAdamState(NamedTuple):
@@ -37,15 +39,15 @@ class AccumulatedAdamState(NamedTuple):
     """
 
     step: jax.Array
-    mu: Any
-    nu: Any
-    window_mean: Any
+    mu: PyTree
+    nu: PyTree
+    window_mean: PyTree
 
 
 def scale_by_accumulated_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, window: int = 4, mu_dtype: Any = None
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, window: int = 4, mu_dtype: DType | None = None
 ) -> optax.GradientTransformation:
-    """AccumAdam's update direction, without the learning rate; equations at the top of `decjax.optim.accumulated`.
+    """Return AccumAdam's update direction, without the learning rate (equations: `decjax.optim.accumulated`).
 
     Leaves that are not floating point get zero updates.
 
@@ -58,55 +60,53 @@ def scale_by_accumulated_adam(
         mu_dtype: dtype in which M is stored, as in `optax.scale_by_adam`; None: that of the parameters.
 
     Raises:
-        ValueError: if the window is shorter than one step.
-
-    Reference: arXiv 2410.11998 (AccumAdam).
+        ValueError: if the window is less than 1.
     """
     if not isinstance(window, jax.Array) and window < 1:
         raise ValueError(f"AccumAdam window={window} steps: must be at least 1, which is Adam")
 
-    form = _AccumulatedAdam(b1, b2, eps, window, mu_dtype)
-    return optax.GradientTransformation(form.init, form.update)  # pyright: ignore[reportArgumentType]
+    direction = _AccumulatedAdam(b1, b2, eps, window, mu_dtype)
+    return optax.GradientTransformation(direction.init, direction.update)
 
 
 @dataclasses.dataclass(frozen=True)
 class _AccumulatedAdam:
-    """The transformation's functions."""
+    """The functions of `scale_by_accumulated_adam`."""
 
     b1: float
     b2: float
     eps: float
     window: int
-    mu_dtype: Any
+    mu_dtype: DType | None
 
     def init(self, params):
         mu = optax.tree.zeros_like(params, dtype=self.mu_dtype)
         nu, window_mean = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
         return AccumulatedAdamState(jnp.zeros((), jnp.int32), mu, nu, window_mean)
 
-    def update(self, grads, state, params=None):
-        del params
+    def update(self, updates, state, params=None):
         step = increment(state.step)
         num_windows = (step + self.window - 1) // self.window
         corrections = 1 - self.b1**num_windows, 1 - self.b2**num_windows
         of_leaf = functools.partial(self.of_leaf, corrections, step % self.window == 0)
-        found = jax.tree.map(of_leaf, grads, state.mu, state.nu, state.window_mean)
-        updates, *moments = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0,) * 4), found)
+        results = jax.tree.map(of_leaf, updates, state.mu, state.nu, state.window_mean)
+        updates, *moments = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0,) * 4), results)
         return updates, AccumulatedAdamState(step, *moments)
 
-    def of_leaf(self, corrections, ends, g, m, v, b):
-        """A leaf's update, M, V and B; `ends` says whether the window ends with this step."""
-        if not is_floating(v):
-            return jnp.zeros_like(v), m, v, b
-        b1, b2, old = self.b1, self.b2, (m, v, b)
-        g, m, v, b = (x.astype(wide_dtype(x)) for x in (g, m, v, b))
+    def of_leaf(self, corrections: Sequence[jax.Array], ends: jax.Array, *leaf: jax.Array) -> tuple[jax.Array, ...]:
+        """Return a leaf's update, M, V and B from g, M, V and B; `ends` says whether the window ends with this step."""
+        g, *before = leaf
+        if not is_floating(before[1]):
+            return jnp.zeros_like(before[1]), *before
+        b1, b2 = self.b1, self.b2
+        g, m, v, b = (x.astype(wide_dtype(x)) for x in leaf)
         m_now, v_now = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
-        # The corrections are float32; casting them keeps float64 and bfloat16 trees in their own dtype.
+        # The corrections are float32; casting them keeps float64 and bfloat16 trees in their type.
         m_hat, v_hat = (x / correction.astype(x.dtype) for x, correction in zip((m_now, v_now), corrections))
         direction = m_hat / (jnp.sqrt(v_hat) + self.eps)
         b = b + g / self.window
-        new = b1 * m + (1 - b1) * b, b2 * v + (1 - b2) * b**2, jnp.zeros_like(b)
-        return direction, *(jnp.where(ends, x, y).astype(was.dtype) for x, y, was in zip(new, (m, v, b), old))
+        after = b1 * m + (1 - b1) * b, b2 * v + (1 - b2) * b**2, jnp.zeros_like(b)
+        return direction, *(jnp.where(ends, x, y).astype(old.dtype) for x, y, old in zip(after, (m, v, b), before))
 
 
 def accumulated_adam(
@@ -115,15 +115,11 @@ def accumulated_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     window: int = 4,
-    mu_dtype: Any = None,
+    mu_dtype: DType | None = None,
 ) -> optax.GradientTransformation:
-    """The AccumAdam optimizer: `scale_by_accumulated_adam` times −α, the learning rate; `window=1` is `optax.adam`.
+    """AccumAdam: `scale_by_accumulated_adam` times −α, the learning rate; `window=1` is `optax.adam`.
 
-    For L2 regularization that enters the gradient, put `optax.add_decayed_weights` before it. Reference: arXiv 2410.11998
-    (AccumAdam).
-
-    Raises:
-        ValueError: if the window is less than 1.
+    For L2 regularization that enters the gradient, put `optax.add_decayed_weights` before it.
     """
     return optax.chain(scale_by_accumulated_adam(b1, b2, eps, window, mu_dtype), optax.scale_by_learning_rate(learning_rate))
 
@@ -135,26 +131,22 @@ def accumulated_adamw(
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
     window: int = 4,
-    mask: Any = None,
-    mu_dtype: Any = None,
+    mask: PyTree | Callable[[PyTree], PyTree] = None,
+    mu_dtype: DType | None = None,
 ) -> optax.GradientTransformation:
     """AccumAdamW: AccumAdam with decoupled weight decay, x ← (1−αλ) x before the step; `window=1` is `optax.adamw`.
 
     Args:
         learning_rate: α, a number or a function of the step.
-        b1: β1 in [0, 1), decay of the first moment, per window. Adam's β1 to the power of s lets a gradient act for as many steps as
-            with Adam; where trainings are short, larger ones learn slowly.
+        b1: β1 in [0, 1), decay of the first moment, per window; see `scale_by_accumulated_adam`.
         b2: β2 in [0, 1), decay of the second moment, per window.
-        eps: ε, added to the root of the second moment.
+        eps: ε, added outside of the root.
         weight_decay: λ.
         window: s, steps whose gradients are accumulated before the moments change; about 4 for 8 workers, 8 for 16 to 32.
         mask: which leaves decay, as in `optax.add_decayed_weights`.
         mu_dtype: dtype of the first moment; None: that of the parameters.
 
-    Raises:
-        ValueError: if the window is less than 1.
-
-    Reference: arXiv 2410.11998 (AccumAdam).
+    Reference: arXiv 2410.11998.
     """
     return optax.chain(
         scale_by_accumulated_adam(b1, b2, eps, window, mu_dtype),

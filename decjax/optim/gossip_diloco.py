@@ -1,29 +1,27 @@
-"""DiLoCo whose outer step averages with neighbours only: a mixer in the place of the reducer.
+"""DiLoCo with neighbors: local steps, then an outer step that mixes parameters by a graph instead of averaging over all workers.
 
-Every worker has an anchor a_i of its own, and W is the mixing matrix of the round:
-
-    x_i ← x_i − α d_i(∇F_i(x_i))                                           in every step
-    Δ_i = a_i − Σ_j w_ij x_j;   a_i ← a_i − outer(Δ_i);   x_i ← a_i        in every H-th
-
-With the complete graph it is DiLoCo, and with outer SGD at rate 1 and no momentum it is local SGD with gossip, x_i ← Σ_j w_ij x_j.
-What is mixed is x and not a − x: Σ_j w_ij (a_j − x_j) = 0 wherever each worker is at the optimum of its own data, so with that form
-the workers of an invertible W would end there, each at its own.
+Worker i has an anchor a_i, its parameters after its last outer step. Each step is x_i ← x_i − α d_i(∇F_i(x_i)); every H-th step is
+followed by the outer step of the class, and then x_i ← a_i. W is the mixing matrix of the round.
 """
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from decjax import gossip, registry
+from decjax import gossip
 from decjax.buckets import in_float32
 from decjax.optim.decentralize import mix_in_step
-from decjax.optim.memories import communicating, increment, init_memory, transformation, transient
-from decjax.optim.method import OldMethod, check_phase_is_known, check_update, known_phase
+from decjax.optim.local_updates import NesterovOuter
+from decjax.optim.memories import communicating, increment, init_memory, transient
+from decjax.optim.method import KEEPS_MEAN, KNOWN_MESSAGES, LEAVES_STEP, Mixing, OfTwo, Wrapping, check_update, known_phase
+from decjax.options import Count, Decay, Positive
+from decjax.registry import Requirement
+from decjax.typing import PyTree
 
 
 @communicating
@@ -35,134 +33,132 @@ class GossipOuterState(NamedTuple):
         step: steps so far, an int32 scalar.
         inner: state of the inner optimizer.
         outer: state of the outer step.
-        anchor: a_i, this worker's parameters after the last outer step.
+        anchor: a_i.
         mixer: state of the mixer.
     """
 
     step: jax.Array
-    inner: Any
-    outer: Any
-    anchor: Any
-    mixer: Any
+    inner: PyTree
+    outer: PyTree
+    anchor: PyTree
+    mixer: PyTree
 
 
-@registry.register(
-    "method",
-    "gossip_diloco",
-    chooses=("mixer", "optimizer"),
-    anchored=True,
-    messages="parameters, every H steps",
-    memory="2 copies",
-    source="arXiv 2311.08105, with a mixer",
-)
-def gossip_diloco(
-    inner: optax.GradientTransformation,
-    mixer: gossip.Mixer,
-    *,
-    every: int = 30,
-    outer_learning_rate: float = 0.7,
-    outer_momentum: float = 0.9,
-) -> OldMethod:
-    """DiLoCo with neighbours: H local steps, then a step with Nesterov momentum along the change to the mixed parameters.
+class OuterSteps(Mixing, Wrapping):
+    """Base of methods with local steps and an outer step between neighbors.
 
-        Δ_i = a_i − Σ_j w_ij x_j;   m_i ← μm_i + Δ_i;   a_i ← a_i − η(Δ_i + μm_i);   x_i ← a_i
-
-    A worker sends the mixer's messages once in H steps: the parameters, or their code, to each neighbour. With the complete graph it
-    is DiLoCo. Any data; graphs and codecs are the mixer's, but not those of push_sum, overlap_push_sum and dcd.
-
-    Args:
+    Attributes:
         every: H, steps from one outer step to the next.
-        outer_learning_rate: η.
-        outer_momentum: μ, Nesterov's; 0: none.
-
-    Reference: Douillard et al. 2023, arXiv 2311.08105 (DiLoCo).
-    """
-    outer = optax.sgd(outer_learning_rate, outer_momentum or None, nesterov=True)
-    return _Nesterov("gossip_diloco", inner, mixer, every, outer).method()
-
-
-@dataclasses.dataclass(frozen=True)
-class OuterSteps(abc.ABC):
-    """Local steps with an outer step between neighbours: what the methods of this kind share.
-
-    A method of its own defines `values`, `start` and `outer_step`.
     """
 
-    name: str
-    inner: optax.GradientTransformation
-    mixer: gossip.Mixer
-    every: int
+    anchored = True
+    memory = "2 copies"
+    requires = (KNOWN_MESSAGES, KEEPS_MEAN, LEAVES_STEP)
 
-    def __post_init__(self):
-        check_phase_is_known(f"method {self.name!r}", self.mixer)
-        if not self.mixer.keeps_mean:
-            raise ValueError(
-                f"method {self.name!r} steps along what mixing changes, and {self.mixer} mixes parameters of earlier exchanges; use "
-                "mixer 'exact' or 'choco'"
-            )
-        if self.mixer.settle is not None:
-            raise ValueError(
-                f"method {self.name!r} moves parameters between two exchanges, and {self.mixer} must see every step; use "
-                "mixer 'exact' or 'choco'"
-            )
+    _: dataclasses.KW_ONLY
+    every: Count = 30
 
-    @property
-    def periodic(self) -> gossip.Mixer:
-        """The mixer, in every H-th step."""
+    @functools.cached_property
+    def communicator(self):
         return gossip.every(gossip.unrounded(self.mixer), self.every)
 
-    @abc.abstractmethod
-    def values(self, params: Any, change: Any) -> Any:
-        """What is mixed: parameters, a change of them, or both."""
+    def mixed(self, params: PyTree, change: PyTree) -> PyTree:
+        """Return what is mixed: parameters, a change of them, or both."""
+        return params
 
     @abc.abstractmethod
-    def start(self, params: Any) -> Any:
-        """The state of the outer step."""
+    def start(self, params: PyTree) -> PyTree:
+        """Return the initial state of the outer step."""
 
     @abc.abstractmethod
-    def outer_step(self, stepped: Any, state: GossipOuterState, phase: int) -> GossipOuterState:
-        """The state after the outer step from this worker's parameters."""
+    def outer_step(self, stepped: PyTree, state: GossipOuterState, phase: int) -> GossipOuterState:
+        """Return the state after the outer step from this worker's parameters."""
 
     def init(self, params):
-        memory = init_memory(lambda params: self.mixer.init(self.values(params, jax.tree.map(jnp.zeros_like, params))), params)
+        empty = lambda params: self.mixed(params, jax.tree.map(jnp.zeros_like, params))
+        memory = init_memory(lambda params: self.communicator.init(empty(params)), params)
         anchor = jax.tree.map(jnp.copy, params)
-        return GossipOuterState(jnp.zeros((), jnp.int32), self.inner.init(params), self.start(params), anchor, memory)
+        return GossipOuterState(jnp.zeros((), jnp.int32), self.optimizer.init(params), self.start(params), anchor, memory)
 
-    def update(self, grads, state, params: Any = None, *, phase=None, **extra):
+    def update(self, grads, state, params, *, phase=None, received=None, **extra):
         check_update(params)
         phase = known_phase(phase)
-        updates, inner = optax.with_extra_args_support(self.inner).update(grads, state.inner, params, **extra)
+        updates, inner = self.optimizer.update(grads, state.inner, params, **extra)
         state = state._replace(inner=inner)
         if phase != gossip.SILENT:
             state = self.outer_step(optax.apply_updates(params, updates), state, phase)
             updates = in_float32(jnp.subtract, state.anchor, params)
         return updates, state._replace(step=increment(state.step))
 
-    def method(self) -> OldMethod:
-        tx = transformation(self.init, self.update)
-        periodic = self.periodic
 
-        def num_bytes(params: Any, phase: int | None) -> np.ndarray:
-            assert phase is not None  # It is known beforehand.
-            return periodic.num_bytes(self.values(params, params), phase)
+class GossipDiLoCo(NesterovOuter, OuterSteps, name="gossip_diloco"):
+    """DiLoCo with neighbors: H local steps, then a step with Nesterov momentum along the change to the mixed parameters.
 
-        return OldMethod(tx, periodic.phase, num_bytes, mixer=self.mixer, every=self.every)
+        Δ_i = a_i − Σ_j w_ij x_j;   a_i ← a_i − outer(Δ_i)
 
+    A worker sends the mixer's messages once in H steps. With the complete graph it is DiLoCo; with an outer learning rate of 1 and no
+    momentum it is local SGD with gossip. x is mixed and not a − x: Σ_j w_ij (a_j − x_j) = 0 wherever each worker is at the optimum of
+    its local data, so with an invertible W workers would stop there.
 
-@dataclasses.dataclass(frozen=True)
-class _Nesterov(OuterSteps):
-    """An outer optimizer that is given the change to the mixed parameters."""
+    Reference: Douillard et al. 2023, arXiv 2311.08105 (DiLoCo).
+    """
 
-    outer: optax.GradientTransformation
-
-    def values(self, params, change):
-        return params
+    messages = "parameters, every H steps"
 
     def start(self, params):
         return self.outer.init(params)
 
     def outer_step(self, stepped, state, phase):
-        mixed, memory = mix_in_step(self.periodic, stepped, state, phase)
+        mixed, memory = mix_in_step(self.communicator, stepped, state, phase)
         change = in_float32(jnp.subtract, state.anchor, mixed)
         moves, outer = self.outer.update(change, state.outer, state.anchor)
         return state._replace(outer=outer, anchor=optax.apply_updates(state.anchor, moves), mixer=memory)
+
+
+class NoLoCo(OuterSteps, name="noloco"):
+    """NoLoCo: H local steps, then an outer step along the mean change of a random pair, which also draws the pair together.
+
+        Δ_i = x_i − a_i;   δ_i ← αδ_i + β Σ_j w_ij Δ_j − γ(a_i − Σ_j w_ij a_j);   a_i ← a_i + δ_i
+
+    A worker sends two arrays of the parameters' size once in H steps. With the complete graph all a_i are equal, so that the last term
+    vanishes and the step is DiLoCo's with plain momentum α and learning rate β.
+
+    Attributes:
+        outer_learning_rate: β.
+        outer_momentum: α.
+        pull: γ; the workers of a pair converge if 0 < γ < 2(1 + α).
+
+    Reference: Kolehmainen et al. 2025, arXiv 2506.10911.
+    """
+
+    default_topology = "random_matching"
+    messages = "changes and parameters, every H steps"
+
+    outer_learning_rate: Positive = 0.7
+    outer_momentum: Decay = 0.5
+    pull: float = 1.0
+
+    def check_requirements(self, *more):
+        limit = 2 * (1 + self.outer_momentum)
+        converges = Requirement(
+            "pull", f"a pull between 0 and {limit:g}, or workers drift apart", lambda pull: 0 < pull < limit, "use 1.0"
+        )
+        super().check_requirements(*more, converges)
+
+    @functools.cached_property
+    def communicator(self):
+        return OfTwo(super().communicator)
+
+    def mixed(self, params, change):
+        return change, params
+
+    def start(self, params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def outer_step(self, stepped, state, phase):
+        change = jax.tree.map(jnp.subtract, stepped, state.anchor)
+        (change, mean), memory = mix_in_step(self.communicator, self.mixed(state.anchor, change), state, phase)
+        alpha, beta, gamma = self.outer_momentum, self.outer_learning_rate, self.pull
+        moved = lambda delta, change, x, mean: alpha * delta + beta * change - gamma * (x - mean)
+        delta = in_float32(moved, state.outer, change, state.anchor, mean)
+        return state._replace(outer=delta, anchor=optax.apply_updates(state.anchor, delta), mixer=memory)

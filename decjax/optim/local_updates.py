@@ -130,7 +130,7 @@ class NesterovOuter(Method):
     outer_learning_rate: Positive = 0.7
     outer_momentum: Decay = 0.9
 
-    @functools.cached_property
+    @property
     def outer(self) -> optax.GradientTransformation:
         """The optimizer of the outer step."""
         return optax.sgd(self.outer_learning_rate, self.outer_momentum or None, nesterov=True)

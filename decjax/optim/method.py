@@ -242,23 +242,22 @@ def check_order(mixer: gossip.Mixer, order: str) -> None:
         raise ValueError(f"order {order!r}: {mixer} is made for order {mixer.orders[0]!r}; use that")
 
 
-MIXES_AFTER = Requirement(
-    "mixer", "a mixer that can mix after the step", lambda mixer: "atc" in mixer.orders, "use mixer 'exact' or 'choco'"
-)
-KEEPS_MEAN = Requirement(
-    "mixer", "a mixer of this step's parameters", lambda mixer: mixer.keeps_mean, "use mixer 'exact' or 'choco'"
-)
-LEAVES_STEP = Requirement(
-    "mixer",
-    "a mixer that does not follow the optimizer's steps",
-    lambda mixer: mixer.settle is None,
-    "use mixer 'exact' or 'choco'",
-)
-KNOWN_MESSAGES = Requirement(
-    "mixer", "a mixer whose messages are known beforehand", lambda mixer: not mixer.usage, "use mixer 'exact'"
-)
+def _of_mixer(needs: str, holds: Callable[[gossip.Mixer], bool], fix: str = "use mixer 'exact' or 'choco'") -> Requirement:
+    return Requirement("mixer", needs, holds, fix)
+
+
+MIXES_AFTER = _of_mixer("a mixer that can mix after the step", lambda mixer: "atc" in mixer.orders)
+KEEPS_MEAN = _of_mixer("a mixer of this step's parameters", lambda mixer: mixer.keeps_mean)
+LEAVES_STEP = _of_mixer("a mixer that need not see every step", lambda mixer: mixer.settle is None)
+KNOWN_MESSAGES = _of_mixer("a mixer whose messages are known beforehand", lambda mixer: not mixer.usage, "use mixer 'exact'")
 KNOWN_AVERAGES = Requirement(
     "reducer", "a reducer whose messages are known beforehand", lambda reducer: not reducer.usage, "use reducer 'codec' or 'mean'"
+)
+WARM = Requirement(
+    "reducer",
+    "a reducer that is exact in the first steps",
+    lambda reducer: len(reducer.phases) > 1 and reducer.phases[0] == reduce.BEFORE,
+    "give reducer.start of at least 1, or reduce.start_at(…)",
 )
 
 

@@ -80,12 +80,12 @@ def scale_by_onebit_adam(
     if reducer.usage:
         raise ValueError("1-bit Adam needs a reducer whose messages are known beforehand; use 'codec' instead of 'gravac'")
 
-    direction = _Direction(reducer, b1, b2, eps)
+    direction = _OnebitMomentum(reducer, b1, b2, eps)
     return transformation(direction.init, direction.update, moves=False)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Direction:
+class _OnebitMomentum:
     """The functions of `scale_by_onebit_adam`."""
 
     reducer: reduce.Reducer

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name: decjax's own, and all of optax and optax.contrib that take a learning rate."""
+"""Optimizers and learning-rate schedules by name: those of decjax, and all of optax and optax.contrib that take a learning rate."""
 
 from collections.abc import Callable
 import functools
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 
@@ -14,6 +15,11 @@ from decjax import registry
 from decjax.optim.accumulated import accumulated_adamw
 from decjax.optim.inner import check_shapes, with_ranges
 from decjax.options import Decay, Fraction, NonNegative, signature_of
+from decjax.reduce import matrices
+from decjax.typing import PyTree
+
+POLYNOMIALS = ("standard", "dion")  # Newton-Schulz coefficients that optax knows by name
+MAX_ITERATIONS = 2**8  # all are unrolled
 
 registry.register("optimizer", "accum_adamw", source="arXiv 2410.11998")(accumulated_adamw)
 
@@ -43,18 +49,120 @@ def sign_descent(learning_rate: optax.Schedule, *, weight_decay: NonNegative = 0
     return optax.chain(optax.scale_by_sign(), optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
 
 
+@registry.register("optimizer", "dion", source="arXiv 2504.05295")
+def dion(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    weight_decay: float = 0.01,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    rest: str = matrices.REST,
+) -> optax.GradientTransformation:
+    """The optimizer for reducer "dion": matrices step along the reducer's result u, x ← (1 − αλ)x − αu; the rest by AdamW.
+
+    Args:
+        learning_rate: α, a number or a function of the step, for both.
+        weight_decay: λ, decoupled, of matrices only.
+        b1: β1 in [0, 1), decay of AdamW's momentum.
+        b2: β2 in [0, 1), decay of AdamW's variance.
+        eps: ε, added outside of the root.
+        rest: names, between bars, as of the reducer; arrays with one of them in their path take AdamW's step, and so do vectors.
+
+    Reference: Ahn et al. 2025, arXiv 2504.05295.
+    """
+
+    def label(path, x):
+        return "matrix" if matrices.matrix_axes(path, x, rest) else "rest"
+
+    along = optax.chain(optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
+    adamw = optax.adamw(learning_rate, b1, b2, eps, weight_decay=0.0)
+    return optax.partition({"matrix": along, "rest": adamw}, lambda params: jax.tree.map_with_path(label, params))
+
+
+@registry.register("optimizer", "muon", memory="1 copy of matrices, 2 of the rest", source="arXiv 2502.16982, in DiLoCo 2505.23725")
+def muon(learning_rate: optax.ScalarOrSchedule, *, rest: str = matrices.REST, **options: Any) -> optax.GradientTransformation:
+    """Muon: matrices step by the orthogonalized momentum, O = UVᵀ for M = UΣVᵀ; other arrays step by AdamW.
+
+        M ← βM + (1 − β)G;     A = βM/(1 − β^(t+1)) + (1 − β)G/(1 − β^t);     X ← X − α sqrt(max(1, J/I)) O(A)
+
+    for step t = 1, 2, … and X of shape I×J, with O by Newton-Schulz iterations; `nesterov=False` has A = M/(1 − β^t). The bias corrections
+    1 − β^t are those of optax. The papers' code has none: its A is βM + (1 − β)G, whose two terms have other weights in the first steps.
+    O does not depend on the scale of A, so without Nesterov's momentum both are the same.
+
+    Arrays of three dimensions are stacks of matrices, as the scanned layers of a transformer; those of more are convolutions, whose last
+    axis is J and whose others are I. `method=diloco,optimizer=muon` is MuLoCo: H local steps of Muon, then DiLoCo's outer step.
+
+    Args:
+        learning_rate: α, a number or a function of the step.
+        rest: names, between bars; arrays with one of them in their path take AdamW's step, and so do vectors.
+        **options: those of `optax.contrib.muon`, which does the rest: {options}.
+
+    Raises:
+        ValueError: for unknown polynomials, or numbers out of range.
+
+    References: Liu et al. 2025, arXiv 2502.16982; Thérien et al. 2025, arXiv 2505.23725 (MuLoCo).
+    """
+    _check(**options)
+    of_array = functools.partial(_dimension_numbers, rest)
+    numbers = lambda params: jax.tree.map_with_path(of_array, params)
+    return optax.contrib.muon(learning_rate, **{"muon_weight_dimension_numbers": numbers, **options})
+
+
+def _check(ns_coeffs: PyTree = POLYNOMIALS[0], ns_steps: int = 1, beta: float = 0.0, **others: Any) -> None:
+    """Raise a ValueError for values that optax accepts, or refuses later or without the option's name."""
+    if not _are_polynomials(ns_coeffs):
+        raise ValueError(
+            f"optimizer 'muon': ns_coeffs={registry.shown(ns_coeffs)} must be three numbers, several times three, or one of "
+            f"{', '.join(POLYNOMIALS)}"
+        )
+    if isinstance(ns_steps, int) and not 1 <= ns_steps <= MAX_ITERATIONS:
+        raise ValueError(f"optimizer 'muon': ns_steps={ns_steps} must be at least 1 and at most {MAX_ITERATIONS}")
+    if isinstance(beta, int | float) and not 0 <= beta < 1:
+        raise ValueError(f"optimizer 'muon': beta={beta} must be at least 0 and less than 1")
+
+
+def _are_polynomials(value: PyTree) -> bool:
+    """Whether a value has the coefficients of Newton-Schulz iterations, or names them."""
+    if isinstance(value, str):
+        return value in POLYNOMIALS
+    try:
+        shape = np.shape(np.asarray(value, float))
+    except (TypeError, ValueError):  # No numbers, or rows of different lengths.
+        return False
+    return len(shape) in (1, 2) and shape[0] > 0 and shape[-1] == 3
+
+
+def _dimension_numbers(rest: str, path: tuple, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+    """Return which axes of an array are the rows and columns of a matrix; None if it is no matrix."""
+    rows = matrices.matrix_axes(path, x, rest)
+    return optax.contrib.MuonDimensionNumbers(rows, (x.ndim - 1,)) if rows else None
+
+
+def _with_options_of_optax() -> None:
+    """Show the options of `optax.contrib.muon` in the signature, which is the section of a config, and in the docstring."""
+    own = inspect.signature(muon).parameters
+    others = [p for p in inspect.signature(optax.contrib.muon).parameters.values() if p.name not in own]
+    given = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in others]
+    setattr(muon, "__signature__", with_ranges(inspect.Signature([own["learning_rate"], own["rest"], *given])))  # noqa: B010
+    muon.__doc__ = str(muon.__doc__).replace("{options}", ", ".join(p.name for p in given))
+
+
+_with_options_of_optax()
+
+
 def _find(name: str) -> Callable | None:
     for module in (optax, optax.contrib):
         found = getattr(module, name, None)
         if inspect.isfunction(found) and "learning_rate" in inspect.signature(found).parameters:
-            made: Any = functools.wraps(found)(functools.partial(_made, name, found))
-            made.__signature__ = with_ranges(signature_of(found))
+            made = functools.wraps(found)(functools.partial(_made, name, found))
+            setattr(made, "__signature__", with_ranges(signature_of(found)))  # noqa: B010
             return made
     return None
 
 
 def _made(name: str, factory: Callable, *args: Any, **options: Any) -> optax.GradientTransformation:
-    """An optimizer of optax, checked on a small array: in a config its update gets only gradients, state and parameters."""
+    """Return an optax optimizer, checked on a small array: in a config its update gets only gradients, state and parameters."""
     optimizer = factory(*args, **options)
     params = {"x": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
     try:
@@ -69,9 +177,9 @@ def _made(name: str, factory: Callable, *args: Any, **options: Any) -> optax.Gra
 
 
 def _with_key_data(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer with the data of JAX's default random keys in its state, which a checkpoint can hold, in place of the keys."""
+    """Return the optimizer with key data instead of JAX's random keys in its state, which a checkpoint can hold."""
 
-    def update(updates, state, params: Any = None):
+    def update(updates, state, params=None):
         like = jax.eval_shape(optimizer.init, params)
         state = jax.tree.map(lambda x, key: jax.random.wrap_key_data(x) if _is_key(key) else x, state, like)
         updates, state = optimizer.update(updates, state, params)
@@ -81,16 +189,16 @@ def _with_key_data(optimizer: optax.GradientTransformation) -> optax.GradientTra
     return optax.GradientTransformation(lambda params: _keyless(optimizer.init(params)), update) if has_keys else optimizer
 
 
-def _keyless(state: Any) -> Any:
+def _keyless(state: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _names() -> tuple[str, ...]:
-    """Names of optax's optimizers; their building blocks `scale_by_…` are left out."""
+    """Return the names of optax's optimizers, without their building blocks `scale_by_…`."""
     known = {name for module in (optax, optax.contrib) for name in dir(module) if not name.startswith(("_", "scale_by_"))}
     return tuple(sorted(filter(_find, known)))
 
@@ -132,7 +240,7 @@ def inverse_sqrt(steps: int, *, learning_rate: float = 1e-3, warmup_steps: int =
     return lambda step: learning_rate * jnp.minimum(step / warmup_steps, jnp.sqrt(warmup_steps / jnp.maximum(step, 1)))
 
 
-def _check_rate(steps, learning_rate, warmup_steps, least=0):
+def _check_rate(steps: int, learning_rate: float, warmup_steps: int, least: int = 0) -> None:
     if not least <= warmup_steps < steps:
         raise ValueError(
             f"schedule.warmup_steps={warmup_steps} must be at least {least} and less than steps={steps}; use {max(least, steps // 10)}"
