@@ -100,6 +100,9 @@ class _Remembering(Feedback):
     def _has_momentum(self) -> bool:
         return False
 
+    def relay(self):
+        return Residual(self.codec, storage=self.storage)
+
     def _store(self, error: jax.Array, key: jax.Array | None) -> PyTree:
         return self.storage.encode(error, (), key) if self.storage else error
 
@@ -139,9 +142,6 @@ class Residual(_Remembering):
     def _wanted(self, x, error, v):
         return self.decay * error + x, v
 
-    def relay(self):
-        return Residual(self.codec, storage=self.storage)
-
 
 @options.checked_class
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +161,6 @@ class Momentum(_Remembering):
     def _wanted(self, x, error, v):
         v = self.beta * v + x
         return error + v, v
-
-    def relay(self):
-        return Residual(self.codec, storage=self.storage)
 
 
 @options.checked_class

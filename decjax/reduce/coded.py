@@ -111,11 +111,9 @@ class CodedMean(Reducer, name="codec"):
         }
 
     def _due_layout(self, params: PyTree) -> buckets.Layout:
-        if self.form == "gather":
-            return self._layout(self.form, params, 0)
-        num_workers = self.channel.axis.size
-        sent = self._sent_bytes(params, num_workers)
-        return self._layout(min(sent, key=lambda form: sent[form]) if self.form == "auto" else self.form, params, num_workers)
+        num_workers = 0 if self.form == "gather" else self.channel.axis.size
+        form = _least(self._sent_bytes(params, num_workers)) if self.form == "auto" else self.form
+        return self._layout(form, params, num_workers)
 
     def init(self, params):
         layout = self._due_layout(params)
@@ -143,7 +141,7 @@ class CodedMean(Reducer, name="codec"):
 
     def num_bytes(self, params, num_workers, phase=0):
         sent = self._sent_bytes(params, num_workers)
-        best = min(sent, key=lambda form: sent[form])
+        best = _least(sent)
         due = best if self.form == "auto" else self.form
         plain = Mean().num_bytes(params, num_workers)[0]
         if num_workers > 1 and sent[due] >= plain:
@@ -153,6 +151,10 @@ class CodedMean(Reducer, name="codec"):
                 f"among {num_workers} workers {plain:.0f}; use {fix}, or reducer 'mean'"
             )
         return np.full(num_workers, sent[due])
+
+
+def _least(sent: dict[str, float]) -> str:
+    return min(sent, key=lambda form: sent[form])
 
 
 class Demo(CodedMean, name="demo"):
