@@ -5,7 +5,7 @@
 
 import functools
 
-from decjax import options, registry
+from decjax import registry
 from decjax.codecs import feedback
 from decjax.codecs.blocks import Bounded as bounded
 from decjax.codecs.blocks import Float8E4M3 as float8_e4m3
@@ -41,6 +41,7 @@ from decjax.codecs.transforms import Dct as dct
 from decjax.codecs.transforms import LowRank as low_rank
 from decjax.codecs.transforms import Zfp as zfp
 from decjax.codecs.transforms import revived
+from decjax.options import checked
 
 __all__ = ["Codec", "Reshaped", "WrappedCodec", "feedback", "make", "names"]
 __all__ += ["identity", "bfloat16", "float16", "sign", "natural"]
@@ -54,13 +55,13 @@ def names() -> tuple[str, ...]:
     return registry.names("codec")
 
 
-@functools.partial(options.checked, called="codecs.make")
-def make(name: str | Codec, **given: object) -> Codec:
+@functools.partial(checked, called="codecs.make")
+def make(name: str | Codec, **options: object) -> Codec:
     """Return the codec of a name.
 
     Args:
         name: one of `names()`, or a call form such as "topk(fraction=0.01,values=int4)"; a codec is returned unchanged.
-        **given: options of the codec. An option that is a codec itself, such as `values` of top-k, may be given by name.
+        **options: those of the codec. An option that is a codec itself, such as `values` of top-k, may be given by name.
 
     Raises:
         ValueError: for an unknown name or option, or a bad option value.
@@ -69,4 +70,4 @@ def make(name: str | Codec, **given: object) -> Codec:
         >>> make("topk", fraction=0.01, values="int4").num_bytes((1000,), "float32")
         29
     """
-    return registry.make("codec", name, **given)
+    return registry.make("codec", name, **options)

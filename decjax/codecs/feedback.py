@@ -100,7 +100,7 @@ class _Remembering(Feedback):
     def _has_momentum(self) -> bool:
         return False
 
-    def relay(self):
+    def relay(self) -> Feedback:
         return Residual(self.codec, storage=self.storage)
 
     def _store(self, error: jax.Array, key: jax.Array | None) -> PyTree:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from decjax import noise
+from decjax.buckets import wide_dtype
 from decjax.gossip.mixer import Gossip, Step
 from decjax.gossip.requirements import DOUBLY_STOCHASTIC, SINGLE_WORKERS
 from decjax.gossip.rounds import mix_round, own_weight
@@ -72,7 +73,7 @@ class Delayed(Gossip, name="delayed"):
     def combine(self, params: PyTree, received: PyTree, state: DelayedState, phase: int, step: Step) -> tuple[PyTree, DelayedState]:
         vectors, weights, mixed = self._vectors(params), self.topology.rounds[phase].self_weights, []
         for x_P, late_P, arrived_P in zip(vectors, self._late(vectors, state), received, strict=True):
-            dtype = jnp.promote_types(x_P.dtype, jnp.float32)
+            dtype = wide_dtype(x_P)
             newer_P = x_P.astype(dtype) - late_P.astype(dtype)
             own = own_weight(weights, 1, self.channel.axis, dtype) * newer_P
             mixed.append((arrived_P.astype(dtype) + own).astype(x_P.dtype))

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.sparse import csgraph
 
 from decjax import buckets, codecs
-from decjax.buckets import is_floating
+from decjax.buckets import is_floating, wide_dtype
 from decjax.codecs.codec import dot
 from decjax.gossip.mixer import Gossip, Pairs
 from decjax.gossip.requirements import DOUBLY_STOCHASTIC, SINGLE_WORKERS, SYMMETRIC
@@ -46,13 +46,13 @@ def _both_ways(edges: Sequence[tuple[int, int]]) -> Pairs:
 def _matchings(round_: Round) -> tuple[_Matching, ...]:
     W_NxN = round_.matrix()
     edges = [(i, j) for i, j in np.argwhere(W_NxN).tolist() if i < j]
-    found = []
+    matchings = []
     for matching in coloring.matchings(edges, len(W_NxN)):
         weights_N = np.zeros(len(W_NxN))
         for i, j in matching:
             weights_N[min(i, j)], weights_N[max(i, j)] = W_NxN[i, j], -W_NxN[i, j]
-        found.append(_Matching(tuple(sorted(_both_ways(matching))), weights_N))
-    return tuple(found)
+        matchings.append(_Matching(tuple(sorted(_both_ways(matching))), weights_N))
+    return tuple(matchings)
 
 
 class PowerGossip(Gossip, name="power_gossip"):
@@ -109,7 +109,7 @@ class PowerGossip(Gossip, name="power_gossip"):
         """Return the first p (side 0) or q (side 1) of a matrix."""
         key, sides = jax.random.fold_in(jax.random.key(self.channel.seed), position), self._view(x)
         assert sides is not None
-        return jax.random.normal(key, (sides[side], self.rank), jnp.promote_types(x.dtype, jnp.float32))
+        return jax.random.normal(key, (sides[side], self.rank), wide_dtype(x))
 
     def init(self, params: PyTree) -> PowerState:
         super().init(params)
@@ -136,34 +136,36 @@ class PowerGossip(Gossip, name="power_gossip"):
         self.channel.check(params, self.num_workers)
         odd, index = divmod(phase, self.topology.period)
         leaves, treedef = jax.tree.flatten(params)
-        mixed = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_floating(x) else x for x in leaves]
-        known, found = (state.left, state.right) if odd else (state.right, state.left)
+        mixed = [x.astype(wide_dtype(x)) if is_floating(x) else x for x in leaves]
+        old, new = (state.left, state.right) if odd else (state.right, state.left)
         news = []
-        for matching, bases, before in zip(self.matchings[index], known[index], found[index]):
+        for matching, bases, before in zip(self.matchings[index], old[index], new[index]):
             mixed, after = self._meeting(params, mixed, matching, bases, before, bool(odd))
             news.append(after)
-        found = (*found[:index], tuple(news), *found[index + 1 :])
-        state = PowerState(known, found) if odd else PowerState(found, known)
+        new = (*new[:index], tuple(news), *new[index + 1 :])
+        state = PowerState(old, new) if odd else PowerState(new, old)
         return treedef.unflatten([m.astype(x.dtype) for m, x in zip(mixed, leaves)]), state
 
-    def _meeting(self, params, mixed, matching: _Matching, known, before, odd: bool) -> tuple[list[jax.Array], tuple]:
+    def _meeting(
+        self, params: PyTree, mixed: list[jax.Array], matching: _Matching, factors: Arrays, before: Arrays, odd: bool
+    ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
         """Return the mixed arrays, and the new p or q, after each worker has exchanged over its edge in one matching."""
         # Householder's Q is orthonormal for any input, also for zeros and dependent columns.
-        bases = [jnp.linalg.qr(x_SxR)[0] for x_SxR in known]
+        bases = [jnp.linalg.qr(x_SxR)[0] for x_SxR in factors]
         own = self._message(params, bases, odd)
         layout = self.channel.layout(own)
         arrived = layout.unpack([self.channel.axis.exchange(x_P, matching.pairs) for x_P in layout.pack(own)], like=own)
         weight = jnp.asarray(matching.weights_N)[self.channel.axis.index]
-        mixed, bases, before, after = list(mixed), iter(bases), iter(before), []
+        mixed, matrices, after = list(mixed), iter(zip(bases, before)), []
         for k, x in enumerate(jax.tree.leaves(params)):
             if not is_floating(x):
                 continue
             # Bit for bit the same at both ends, with the signs of zeros, on which orth depends: q̂ must not differ.
             step = difference = jnp.where(weight > 0, own[k] - arrived[k], arrived[k] - own[k])
             if self._view(x):
-                basis_SxR = next(bases)
+                basis_SxR, last = next(matrices)
                 step = (dot(basis_SxR, difference.T) if odd else dot(difference, basis_SxR.T)).reshape(x.shape)
-                after.append(codecs.revived(difference, next(before)))
+                after.append(codecs.revived(difference, last))
             mixed[k] -= jnp.where(weight == 0, 0, weight.astype(mixed[k].dtype) * step)
         return mixed, tuple(after)
 
@@ -291,7 +293,7 @@ class Relay(Gossip, name="relay"):
         return [self.channel.axis.exchange(x_P, pairs) for x_P in sums]
 
     def _mean(self, own: jax.Array, sums: Arrays, count: jax.Array) -> jax.Array:
-        dtype = jnp.promote_types(own.dtype, jnp.float32)
+        dtype = wide_dtype(own)
         total = (self.num_workers - count).astype(dtype) * own.astype(dtype)
         for x in sums:
             total += x.astype(dtype)

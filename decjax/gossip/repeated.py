@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decjax.buckets import wide_dtype
 from decjax.gossip.mixer import Gossip, Linear, Rounds, Step
 from decjax.gossip.requirements import DOUBLY_STOCHASTIC, STATIC, SYMMETRIC
 from decjax.gossip.rounds import difference, mix_round, sent_bytes
@@ -84,7 +85,7 @@ class Accelerated(Gossip, name="accelerated"):
 
     def _mixed(self, x_P: jax.Array) -> jax.Array:
         """Return z_R. z is sent in the type of x; what rounding loses of it stays on its worker."""
-        dtype, (round_,) = jnp.promote_types(x_P.dtype, jnp.float32), self.topology.rounds
+        dtype, (round_,) = wide_dtype(x_P), self.topology.rounds
 
         def step(now):
             sent = now.astype(x_P.dtype)
@@ -98,7 +99,7 @@ class Accelerated(Gossip, name="accelerated"):
 
     def _drawn(self, x_P: jax.Array) -> jax.Array:
         """Return z_R − x, from differences between neighbors."""
-        dtype, (round_,) = jnp.promote_types(x_P.dtype, jnp.float32), self.topology.rounds
+        dtype, (round_,) = wide_dtype(x_P), self.topology.rounds
 
         def step(now):
             z_P = (x_P.astype(dtype) + now).astype(x_P.dtype)

@@ -44,7 +44,7 @@ def mix_round(x_P: jax.Array, round_: Round, axis: mesh.Axis, wide: bool = False
     if is_mean(round_):
         return axis.group_mean(x_P, L)
     share = axis.scatter_mean(x_P, L)
-    dtype = jnp.promote_types(x_P.dtype, jnp.float32)
+    dtype = buckets.wide_dtype(x_P)
     mixed = own_weight(round_.self_weights, L, axis, dtype) * share.astype(dtype)
     for shift in round_.shifts:
         arrived = axis.exchange(share, member_pairs(shift, L))
@@ -59,7 +59,7 @@ def difference(x_P: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
     the mean of a node is rounded to the size of x; what that loses of it is averaged as well, which sends as much again inside nodes.
     Otherwise it sends what `mix_round` sends.
     """
-    L, dtype = round_.group_size, jnp.promote_types(x_P.dtype, jnp.float32)
+    L, dtype = round_.group_size, buckets.wide_dtype(x_P)
     share = axis.scatter_mean(x_P, L)
     own, drawn = share.astype(dtype), jnp.zeros(share.shape, dtype)
     for shift in round_.shifts:

@@ -142,15 +142,15 @@ class CodedMean(Reducer, name="codec"):
     def num_bytes(self, params, num_workers, phase=0):
         sent = self._sent_bytes(params, num_workers)
         best = _least(sent)
-        due = best if self.form == "auto" else self.form
+        form = best if self.form == "auto" else self.form
         plain = Mean().num_bytes(params, num_workers)[0]
-        if num_workers > 1 and sent[due] >= plain:
+        if num_workers > 1 and sent[form] >= plain:
             fix = f"form {best!r}, which sends {sent[best]:.0f}" if sent[best] < plain else "a codec of fewer bytes"
             raise ValueError(
-                f"codec {self._codec.name!r} in form {due!r} sends {sent[due]:.0f} bytes a step, and plain all-reduce "
+                f"codec {self._codec.name!r} in form {form!r} sends {sent[form]:.0f} bytes a step, and plain all-reduce "
                 f"among {num_workers} workers {plain:.0f}; use {fix}, or reducer 'mean'"
             )
-        return np.full(num_workers, sent[due])
+        return np.full(num_workers, sent[form])
 
 
 def _least(sent: dict[str, float]) -> str:

@@ -367,10 +367,10 @@ class Dion(Reducer, name="dion"):
     def _plan(self, tree: PyTree) -> tuple[dict[int, tuple[int, int, int]], DType]:
         """Return (stacks of matrices by position, dtype of the arithmetic); ValueError if there is no matrix."""
         buckets.check(tree)
-        found, leaves = matrices.stacks(tree, self.rest), jax.tree.leaves(tree)
-        if not found:
+        stacks, leaves = matrices.stacks(tree, self.rest), jax.tree.leaves(tree)
+        if not stacks:
             raise ValueError(f"{self} updates matrices, and the parameters have none; use reducer 'mean'")
-        return found, jnp.result_type(jnp.float32, *(leaves[i].dtype for i in found))
+        return stacks, jnp.result_type(jnp.float32, *(leaves[i].dtype for i in stacks))
 
     @functools.cached_property
     def _mean(self) -> Mean:

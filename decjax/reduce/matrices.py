@@ -29,9 +29,9 @@ def matrix_axes(path: tuple, x: jax.Array | jax.ShapeDtypeStruct, rest: str = RE
 
 def stacks(tree: PyTree, rest: str = REST) -> dict[int, tuple[int, int, int]]:
     """Return (number of matrices, I, J) of each leaf that is a matrix or a stack of matrices I×J, by its position."""
-    found = {}
+    shapes = {}
     for position, (path, x) in enumerate(jax.tree.leaves_with_path(tree)):
         if x.size and jax.numpy.issubdtype(x.dtype, jax.numpy.floating) and (axes := matrix_axes(path, x, rest)):
             rows = math.prod(x.shape[axis] for axis in axes)
-            found[position] = x.size // (rows * x.shape[-1]), rows, x.shape[-1]
-    return found
+            shapes[position] = x.size // (rows * x.shape[-1]), rows, x.shape[-1]
+    return shapes

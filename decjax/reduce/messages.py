@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from decjax import buckets, codecs, mesh
 from decjax.channel import Channel
 from decjax.codecs.feedback import Feedback
-from decjax.typing import PyTree
+from decjax.typing import Arrays, PyTree
 
 
 class Side(NamedTuple):
@@ -72,7 +72,7 @@ def owner_side(feedback: Feedback, layout: buckets.Layout) -> Side:
     return one._replace(estimate=jax.tree.map(lambda x: jnp.zeros((layout.num_shards, *x.shape), x.dtype), one.estimate))
 
 
-def _start(feedback, layout) -> Side:
+def _start(feedback: Feedback, layout: buckets.Layout) -> Side:
     return Side(
         tuple(feedback.init(x.shape, x.dtype) for x in layout.parts()),
         tuple(jnp.zeros(x.shape, x.dtype) if feedback.builds else () for x in layout.parts()),
@@ -99,7 +99,7 @@ def sharded(
     """Form "shards", for arrays [N, …]: the averages, the new `worker` and `owner`, and the headers of all workers, [N, …]."""
     keys = [jax.random.fold_in(key, end) for end in range(2)]
     shard_keys = jax.random.split(keys[0], len(arrays[0]))
-    messages, memory = jax.vmap(lambda *given: _encoded(feedback, *given))(arrays, worker.memory, shard_keys)
+    messages, memory = jax.vmap(lambda *one: _encoded(feedback, *one))(arrays, worker.memory, shard_keys)
     shards = [x[0] for x in arrays]
     head = header(jax.vmap(lambda messages: _decoded(feedback, messages, shards))(messages))
     sent = jax.tree.map(lambda x: x[0], messages), head
@@ -115,21 +115,21 @@ def sharded(
     return averages, Side(memory, own_estimate), Side(owner_memory, estimate), headers
 
 
-def _encoded(feedback, arrays, memory, key) -> tuple[list[PyTree], tuple[PyTree, ...]]:
+def _encoded(feedback: Feedback, arrays: Arrays, memory: tuple, key: jax.Array) -> tuple[list[PyTree], tuple[PyTree, ...]]:
     pairs = [feedback.encode(x, own, jax.random.fold_in(key, k)) for k, (x, own) in enumerate(zip(arrays, memory, strict=True))]
     return [message for message, _ in pairs], tuple(memory for _, memory in pairs)
 
 
-def _decoded(feedback, messages, like) -> list[jax.Array]:
+def _decoded(feedback: Feedback, messages: list[PyTree], like: Arrays) -> list[jax.Array]:
     return [feedback.codec.decode(message, x.shape, x.dtype) for message, x in zip(messages, like, strict=True)]
 
 
-def _received(feedback, estimates, arrived) -> tuple[list[jax.Array], tuple[PyTree, ...]]:
+def _received(feedback: Feedback, estimates: tuple, arrived: Arrays) -> tuple[list[jax.Array], tuple[PyTree, ...]]:
     estimated = [feedback.receive(estimate, x) for estimate, x in zip(estimates, arrived, strict=True)]
     return estimated, tuple(estimated) if feedback.builds else estimates
 
 
-def _mean(feedback, joint_NxB, sent, like) -> tuple[list[jax.Array], jax.Array]:
+def _mean(feedback: Feedback, joint_NxB: jax.Array, sent: PyTree, like: Arrays) -> tuple[list[jax.Array], jax.Array]:
     """Return the mean of the decoded messages of all workers, and their headers; decoded one by one, to save memory."""
 
     def add(sums, joint):

@@ -294,8 +294,8 @@ def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
     if n == 1:
         return ()
     tails = ((f, _fewest_factors(n // f, largest)) for f in range(min(n, largest), 1, -1) if n % f == 0)
-    found = ((f, *tail) for f, tail in tails if tail is not None)
-    return min(found, key=lambda factors: (len(factors), sum(factors)), default=None)
+    factorizations = ((f, *tail) for f, tail in tails if tail is not None)
+    return min(factorizations, key=lambda factors: (len(factors), sum(factors)), default=None)
 
 
 def _in_parallel(schedules: list[list[Edges]]) -> list[Edges]:
@@ -359,6 +359,6 @@ def _inner_outer_round(n: int, size: int, leaver: int, outer_hop: int, inner_hop
 
 def _local_size(n: int, chosen: int | None) -> int:
     fits = [size for size in range(3, n // 2 + 1) if n % size == 0 and chosen in (None, size)]
-    given = "" if chosen is None else f" with local_size={chosen}"
-    build.require(bool(fits), f"needs {_NEEDS}, got {n} workers{given}; {build.ANY_SIZE}")
+    option = "" if chosen is None else f" with local_size={chosen}"
+    build.require(bool(fits), f"needs {_NEEDS}, got {n} workers{option}; {build.ANY_SIZE}")
     return fits[0]
