@@ -10,7 +10,8 @@ A part is a class, a frozen dataclass, that is registered under the kind of its 
         rounds: Count = 1                               # `Count` declares the range
 
 Fields that `KINDS` lists for a kind are supplied by the code that builds the part; all others are its options. So the class is the
-section of a config, its annotations are the checks and its docstring is the help. Functions that return a part are registered by
+section of a config, its annotations are the checks and its docstring is the help. An annotation may have the help as well, as
+`Annotated[Count, "rounds per step"]`, for options that several parts share. Functions that return a part are registered by
 `register`. Nothing is listed anywhere else: all modules of a kind's package are imported when the kind is first used, those of
 `decjax.contrib` when a name is not found there. Your own parts are registered by importing the file that defines them.
 

@@ -30,7 +30,7 @@ def halving(forgotten_parts):
         channel: str = "circle"
         rounds: Count = 1
         share: Share | None = None
-        decay: Decay = 0.5
+        decay: Annotated[Decay, "what remains"] = 0.5
         block: Annotated[int, Range(8, multiple=8)] = 64
         rounding: Literal["up", "down"] = "up"
 
@@ -43,7 +43,7 @@ def halving(forgotten_parts):
 def test_its_fields_are_the_options_with_ranges_and_help():
     entry = registry.part("reducer", "halving")
     assert list(entry.options) == ["rounds", "share", "decay", "block", "rounding"] and entry.summary == "Halve everything."
-    assert entry.options["rounds"].help == "R, how often in a step."
+    assert entry.options["rounds"].help == "R, how often in a step." and entry.options["decay"].help == "what remains"
     assert entry.options["rounds"].type == "int, at least 1"
     assert entry.options["share"].type == "float, more than 0 and at most 1, or none"
     assert entry.traits == {"exact": True, "needs": "a round channel"}

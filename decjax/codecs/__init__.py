@@ -5,6 +5,7 @@
 
 import functools
 
+from decjax import options as option_types
 from decjax import registry
 from decjax.codecs import feedback
 from decjax.codecs.blocks import Bounded as bounded
@@ -41,7 +42,6 @@ from decjax.codecs.transforms import Dct as dct
 from decjax.codecs.transforms import LowRank as low_rank
 from decjax.codecs.transforms import Zfp as zfp
 from decjax.codecs.transforms import revived
-from decjax.options import checked
 
 __all__ = ["Codec", "Reshaped", "WrappedCodec", "feedback", "make", "names"]
 __all__ += ["identity", "bfloat16", "float16", "sign", "natural"]
@@ -55,7 +55,7 @@ def names() -> tuple[str, ...]:
     return registry.names("codec")
 
 
-@functools.partial(checked, called="codecs.make")
+@functools.partial(option_types.checked, called="codecs.make")
 def make(name: str | Codec, **options: object) -> Codec:
     """Return the codec of a name.
 

@@ -21,7 +21,7 @@ from typing import Annotated
 import numpy as np
 
 from decjax import registry
-from decjax.options import LARGEST, Range, checked
+from decjax.options import Count, Range, Seed, Share, checked
 from decjax.topology import schedule
 
 Rounds = list[schedule.Round]
@@ -34,10 +34,10 @@ ANY_SIZE = "'base_k' works for any number"
 
 Workers = Annotated[int, Range(1, MAX_WORKERS)]
 Period = Annotated[int, Range(1, MAX_ROUNDS), "number of rounds until the schedule repeats; None: 2⌈log2 n⌉"]
-Draw = Annotated[int, Range(0, 2**32 - 1), "seed of the random draws"]
-Edges = Annotated[float, Range(0, 1, above=True), "p, probability of an edge; None: 2 ln(n)/n, at which most graphs are connected"]
-Degree = Annotated[int, Range(1, LARGEST), "number of others that a worker sends to; None: ⌈log2 n⌉"]
-Node = Annotated[int, Range(1, LARGEST), "L, workers of a node"]
+Draw = Annotated[Seed, "seed of the random draws"]
+EdgeProbability = Annotated[Share, "p, probability of an edge; None: 2 ln(n)/n, at which most graphs are connected"]
+Degree = Annotated[Count, "number of others that a worker sends to; None: ⌈log2 n⌉"]
+NodeSize = Annotated[Count, "L, workers of a node"]
 
 
 class Unfit(ValueError):

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import numpy as np
 
-from decjax.options import LARGEST, Count, Range
+from decjax.options import Count, Range
 from decjax.topology import build, schedule
-from decjax.topology.build import Node, Shape, Workers
+from decjax.topology.build import NodeSize, Shape, Workers
 
 Edges = dict[tuple[int, int], float]  # (receiver, sender) -> weight, without the diagonal
 
@@ -112,7 +112,7 @@ def _symmetric_exponential(n: Workers, base: Annotated[int, Range(2)] = 4) -> bu
 
 
 @build.register("alternating_exponential_ring", needs="local_size * 2^r workers", exact=True)
-def _alternating_exponential_ring(n: Workers, local_size: Node = 1) -> build.Rounds:
+def _alternating_exponential_ring(n: Workers, local_size: NodeSize = 1) -> build.Rounds:
     """AER: nodes j and j XOR 2^i average jointly, half of these pairs in phase 2i, the other half in phase 2i + 1.
 
     Pairs are numbered over all i: those of odd number average in the even phase, those of even number in the odd phase. Meanwhile
@@ -307,7 +307,7 @@ def _in_parallel(schedules: list[list[Edges]]) -> list[Edges]:
 
 
 @build.register("hierarchical", needs="a multiple of local_size", directed=True)
-def _hierarchical(n: Workers, local_size: Node = 2, outer: str = "one_peer_exponential") -> build.Rounds:
+def _hierarchical(n: Workers, local_size: NodeSize = 2, outer: str = "one_peer_exponential") -> build.Rounds:
     """An exact mean over each L consecutive workers, and any graph between these nodes: W = W_outer ⊗ J_L / L.
 
     Args:
@@ -323,11 +323,11 @@ def _hierarchical(n: Workers, local_size: Node = 2, outer: str = "one_peer_expon
 
 
 _NEEDS = "at least two nodes of local_size >= 3 workers"
-LargeNode = Annotated[int, Range(1, LARGEST), "L, workers of a node; None: the least divisor of n that is 3 or more"]
+LargeNodeSize = Annotated[Count, "L, workers of a node; None: the least divisor of n that is 3 or more"]
 
 
 @build.register("inner_outer_ring", needs=_NEEDS, directed=True)
-def _inner_outer_ring(n: Workers, local_size: LargeNode | None = None) -> build.Rounds:
+def _inner_outer_ring(n: Workers, local_size: LargeNodeSize | None = None) -> build.Rounds:
     """In round t worker t mod L of each node sends to that of the next node; the others form a ring in their node. Weight 1/2.
 
     Reference: BlueFog's `GetInnerOuterRingDynamicSendRecvRanks`, arXiv 2111.04287.
@@ -337,7 +337,7 @@ def _inner_outer_ring(n: Workers, local_size: LargeNode | None = None) -> build.
 
 
 @build.register("inner_outer_exponential", needs=_NEEDS, directed=True)
-def _inner_outer_exponential(n: Workers, local_size: LargeNode | None = None) -> build.Rounds:
+def _inner_outer_exponential(n: Workers, local_size: LargeNodeSize | None = None) -> build.Rounds:
     """As `inner_outer_ring`, with hops of 1, 2, 4, … in turns: between the M nodes while < M, and among a node's L − 1 others.
 
     Reference: BlueFog's `GetInnerOuterExpo2DynamicSendRecvRanks`, arXiv 2111.04287.

@@ -8,15 +8,15 @@ from typing import Annotated
 import numpy as np
 
 from decjax import registry
-from decjax.options import Range, Share
+from decjax.options import Share
 from decjax.topology import build, coloring, schedule
-from decjax.topology.build import Degree, Draw, Edges, Period, Workers
+from decjax.topology.build import Degree, Draw, EdgeProbability, Period, Workers
 
-Arriving = Annotated[float, Range(0, 1, above=True), "η, the weight of what arrives"]
+Arriving = Annotated[Share, "η, the weight of what arrives"]
 
 
 @build.register("erdos_renyi", static=True)
-def _erdos_renyi(n: Workers, p: Edges | None = None, seed: Draw = 0) -> build.Rounds:
+def _erdos_renyi(n: Workers, p: EdgeProbability | None = None, seed: Draw = 0) -> build.Rounds:
     """A random graph that has each edge with probability p, with Metropolis weights."""
     p = min(1.0, 2.0 * math.log(n) / n) if p is None else p
     rng = np.random.default_rng(seed)
@@ -142,7 +142,7 @@ def _random_digraph(n: Workers, degree: Degree | None = None, seed: Draw = 0) ->
 
 
 @build.register("erdos_renyi_digraph", directed=True, static=True)
-def _erdos_renyi_digraph(n: Workers, p: Edges | None = None, seed: Draw = 0) -> build.Rounds:
+def _erdos_renyi_digraph(n: Workers, p: EdgeProbability | None = None, seed: Draw = 0) -> build.Rounds:
     """A random digraph that has each directed edge with probability p; each worker splits its value equally among itself and those
     that it sends to: a column-stochastic W, for push-sum.
     """
