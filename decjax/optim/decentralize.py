@@ -1,4 +1,4 @@
-"""Makes any optax optimizer decentralized (parameters are mixed) or synchronous (gradients are averaged).
+"""Make any optax optimizer decentralized (parameters are mixed) or synchronous (gradients are averaged).
 
 With x_i^t the parameters of worker i before step t, d_i its optimizer's direction, α the learning rate and W^t the mixing matrix,
 adapt-while-communicate ("awc") mixes the parameters at which the gradient is taken and then applies the update:
@@ -15,6 +15,7 @@ The optimizer's moments are not exchanged. Reference: arXiv 2410.11998, decentra
 `decentralize` must be the outermost transformation: a scaling or clipping around it would also scale the mixing.
 """
 
+from collections.abc import Callable
 import functools
 from typing import NamedTuple
 
@@ -27,9 +28,9 @@ from decjax import gossip, options, reduce
 from decjax.buckets import in_float32, is_floating, wide_dtype
 from decjax.optim.inner import of_one_worker
 from decjax.optim.memories import communicating, increment, init_memory, transient
-from decjax.optim.method import Exchange, Order, Ordered, Reducing, Wrapping, check_update
+from decjax.optim.method import Exchange, Order, Ordered, Reducing, Wrapping, check_update, known_phase
 from decjax.options import Count, Fraction
-from decjax.typing import PyTree
+from decjax.typing import DType, PyTree
 
 
 @communicating
@@ -49,10 +50,9 @@ class DecentralizeState(NamedTuple):
 
 
 def mix_in_step(mixer: gossip.Mixer, x: PyTree, state: PyTree, phase: int | None, received: PyTree = None) -> tuple[PyTree, PyTree]:
-    """Mixes `x`, with the neighbours' messages exchanged here unless `received` holds them: (mixed, state of the mixer)."""
+    """Return (mixed x, state of the mixer), with the neighbors' messages exchanged here unless `received` holds them."""
     if received is not None:
-        assert phase is not None  # Checked by `check_update`.
-        return mixer.combine(x, received, state.mixer, phase, state.step)
+        return mixer.combine(x, received, state.mixer, known_phase(phase), state.step)
     return gossip.mix_due(mixer, x, state.mixer, phase, state.step)
 
 
@@ -64,10 +64,10 @@ def _settle(mixer: gossip.Mixer, params: PyTree, updates: PyTree, mixer_state: P
 def mix_with_step(
     mixer: gossip.Mixer, order: Order, step: PyTree, params: PyTree, state: PyTree, phase: int | None, received: PyTree = None
 ) -> tuple[PyTree, PyTree]:
-    """One step of `decentralize` along a known step u: (x⁺ − x, state of the mixer), x⁺ = W(x + u) in order "atc", Wx + u in "awc".
+    """Take a step of `decentralize` along u: (x⁺ − x, state of the mixer), x⁺ = W(x + u) in order "atc", Wx + u in "awc".
 
-    `state` has the fields `count` and `mixer`. Of narrow parameters, such as bfloat16, x + u is rounded for the messages only: x⁺ − x
-    keeps what that leaves out, since a momentum of x⁺ − x would add it up.
+    `state` has the fields `step` and `mixer`. For narrow parameters, such as bfloat16, x + u is rounded in messages only: x⁺ − x
+    includes the rounding error, which a momentum of x⁺ − x would accumulate.
     """
     form = Decentralized(optax.identity(), mixer, order=order)
     before = DecentralizeState(state.step, optax.EmptyState(), state.mixer)
@@ -78,7 +78,7 @@ def mix_with_step(
 
 
 def _with_rest(update: jax.Array, x: jax.Array, u: jax.Array) -> jax.Array:
-    """An update plus what rounding x + u to the type of x leaves out."""
+    """Return an update plus the error of rounding x + u to the type of x."""
     if not is_floating(x) or x.dtype == (dtype := wide_dtype(x)):
         return update
     stepped = x.astype(dtype) + u.astype(dtype)
@@ -223,10 +223,10 @@ class AllReduce(Reducing, Wrapping, name="allreduce"):
 def decentralize(
     inner: optax.GradientTransformation, mixer: gossip.Mixer, order: Order = "awc"
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose every update also mixes parameters with the neighbours' (equations: `decjax.optim.decentralize`).
+    """Wrap an optimizer so that each update also mixes parameters with the neighbors' (equations: `decjax.optim.decentralize`).
 
     The result's `update(grads, state, params, phase=None)` runs inside a function mapped over the worker axis and returns
-    `(mixed − params) + update`, so that `optax.apply_updates` gives x^{t+1}. In order "awc" the inner optimizer is given the
+    `(mixed − params) + update`, so that `optax.apply_updates` gives x^{t+1}. In order "awc" the inner optimizer receives the
     *mixed* parameters, so decoupled weight decay acts on them: (1−αλ)(Wx)_i.
 
     Put wrappers that may skip a step on one worker (`optax.apply_if_finite`, `optax.MultiSteps` with a `should_skip_update_fn`)
@@ -249,8 +249,6 @@ def decentralize(
     Example:
         >>> topology = decjax.topology.make("ring", 8)
         >>> tx = decjax.decentralize(optax.adamw(1e-3), decjax.gossip.exact(topology))
-
-    Reference: arXiv 2410.11998, decentralized Adam.
     """
     return Decentralized(inner, mixer, order=order).tx
 
@@ -259,7 +257,7 @@ def decentralize(
 def synchronize(
     inner: optax.GradientTransformation, reducer: reduce.Reducer, stale: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that is given the gradient averaged over all workers, so that all replicas stay equal.
+    """Pass an optimizer the gradient averaged over all workers, so that all replicas stay equal.
 
         x^{t+1} = x^t − α_{t−s} d( (1/N) Σ_i ∇F_i(x^{t−s}) ),     s = 1 if stale, else 0
 
@@ -277,11 +275,11 @@ def synchronize(
     Raises:
         ValueError: from `update`, if `received` is given without `stale`, or no phase is given to a reducer with several.
     """
-    return AllReduce(inner, reducer, num_workers=1, stale=stale).tx  # The number is of messages only.
+    return AllReduce(inner, reducer, num_workers=1, stale=stale).tx  # only `num_bytes` uses the number
 
 
 def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState, phase: int | None = None) -> tuple[PyTree, PyTree]:
-    """Averages the previous step's gradients, all that a stale `synchronize` sends: (averaged gradient, reducer state).
+    """Average the previous step's gradients, all that a stale `synchronize` sends; return (averaged gradient, reducer state).
 
     It does not depend on this step's gradient, so another program can run it; pass the result to `update` as `received`.
     """
@@ -298,7 +296,7 @@ def decentralized_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     eps_root: float = 0.0,
-    mu_dtype: PyTree = None,
+    mu_dtype: DType | None = None,
     *,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -315,9 +313,9 @@ def decentralized_adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     eps_root: float = 0.0,
-    mu_dtype: PyTree = None,
+    mu_dtype: DType | None = None,
     weight_decay: float = 1e-4,
-    mask: PyTree = None,
+    mask: PyTree | Callable[[PyTree], PyTree] = None,
     *,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:

@@ -1,18 +1,20 @@
-"""Which parts of an optimizer's state stay valid when a run continues with another number of workers, and which states communicate.
+"""Which parts of an optimizer's state are kept when a run continues with another number of workers, and which states communicate.
 
-State that belongs to edges between workers, such as a mixer's copies of its neighbours' parameters, is meaningless for another
-number of workers and starts afresh. Its fields are marked with `transient` where the state's type is defined. All other state, also
-that of other libraries' optimizers, is averaged or copied.
+State of edges between workers, such as a mixer's copies of its neighbors' parameters, is reset for another number of workers. Its
+fields are marked with `transient` where the state's type is defined. All other state, also that of other libraries' optimizers, is
+averaged or copied.
 """
 
 from collections.abc import Callable
 import functools
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+
+from decjax.typing import PyTree
 
 _FIELDS: dict[type, frozenset[str]] = {}
 _COMMUNICATING: set[type] = set()
@@ -21,22 +23,22 @@ T = TypeVar("T")
 
 
 def communicating(kind: type[T]) -> type[T]:
-    """Class decorator that marks the state of a transformation which exchanges something with other workers."""
+    """Mark the state of a transformation that communicates with other workers; a class decorator."""
     _COMMUNICATING.add(kind)
     return kind
 
 
-def communicates(state: Any) -> bool:
+def communicates(state: PyTree) -> bool:
     """Whether a state is that of a transformation marked with `communicating`."""
     return type(state) in _COMMUNICATING
 
 
-def is_communicating(tree: Any) -> bool:
+def is_communicating(tree: PyTree) -> bool:
     """Whether a tree holds the state of a transformation that communicates."""
     return any(map(communicates, jax.tree.leaves(tree, is_leaf=communicates)))
 
 
-def check_outermost(tree: Any) -> None:
+def check_outermost(tree: PyTree) -> None:
     """Raise a ValueError for a state in which another transformation of optax skips or changes the updates of one that communicates.
 
     Transformations before it in a chain see only gradients; masks and injected hyperparameters leave its updates unchanged.
@@ -51,23 +53,23 @@ def check_outermost(tree: Any) -> None:
             )
 
 
-def _changes_mixing(state: Any) -> bool:
-    if type(state) is tuple:  # Of a chain, or a tuple of the caller's own.
+def _changes_mixing(state: PyTree) -> bool:
+    if type(state) is tuple:  # of a chain, or a tuple of the caller
         held = [is_communicating(part) for part in state]
         return any(is_optax and any(held[:i]) for i, is_optax in enumerate(map(_is_optax, state)))
     return _is_optax(state) and _kind(state) not in _LEAVE_UPDATES and is_communicating(state)
 
 
-def _is_optax(state: Any) -> bool:
+def _is_optax(state: PyTree) -> bool:
     return hasattr(state, "_fields") and type(state).__module__.startswith("optax.")
 
 
-def _kind(state: Any) -> str:
+def _kind(state: PyTree) -> str:
     return type(state).__name__
 
 
 def transient(*fields: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator that marks fields of a NamedTuple as not to be kept for another number of workers: `@transient("mixer")`.
+    """Mark fields of a NamedTuple as reset for another number of workers, as `@transient("mixer")`; a class decorator.
 
     Raises:
         ValueError: if the class has no such field.
@@ -82,20 +84,17 @@ def transient(*fields: str) -> Callable[[type[T]], type[T]]:
     return mark
 
 
-def lasting(state: Any) -> Any:
-    """An optimizer state without its `transient` fields; a tuple that had some becomes a dict of its other fields."""
-    if not isinstance(state, tuple):
-        return state
+def lasting(state: PyTree) -> PyTree:
+    """Return an optimizer state without its `transient` fields; a tuple that had some becomes a dict of its other fields."""
     if not hasattr(state, "_fields"):
-        return tuple(map(lasting, state))
-    named: Any = state
+        return tuple(map(lasting, state)) if isinstance(state, tuple) else state
     marked = _FIELDS.get(type(state), frozenset())
-    kept = {name: lasting(part) for name, part in named._asdict().items() if name not in marked}
+    kept = {name: lasting(part) for name, part in state._asdict().items() if name not in marked}
     return kept if marked else type(state)(**kept)
 
 
-def completed(lasting_part: Any, fresh: Any) -> Any:
-    """The whole state again, from `lasting(state)` and, for the fields that it lacks, a freshly initialized state."""
+def completed(lasting_part: PyTree, fresh: PyTree) -> PyTree:
+    """Return the whole state, from `lasting(state)` and a freshly initialized state for the fields that it lacks."""
     if isinstance(lasting_part, dict) and hasattr(fresh, "_fields"):
         return fresh._replace(**{name: completed(part, getattr(fresh, name)) for name, part in lasting_part.items()})
     if not isinstance(lasting_part, tuple):
@@ -104,8 +103,8 @@ def completed(lasting_part: Any, fresh: Any) -> Any:
     return type(lasting_part)(*parts) if hasattr(lasting_part, "_fields") else parts
 
 
-def init_memory(init: Callable[[Any], Any], params: Any) -> Any:
-    """`init(params)`, the state of a mixer or reducer; 0, or () for no state, when `optax.tree.map_params` calls.
+def init_memory(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+    """Return `init(params)`, the state of a mixer or reducer; 0, or () for no state, when `optax.tree.map_params` calls.
 
     That function calls `init` with a placeholder, to find the fields of a state that are shaped like the parameters. Mixers and
     reducers keep their state in buckets, whose number a placeholder does not determine, so their state is shown as one field of
@@ -125,9 +124,9 @@ def increment(step: jax.Array) -> jax.Array:
 
 
 def transformation(
-    init: Callable[..., Any], update: Callable[..., Any], *, moves: bool = True
+    init: Callable[..., PyTree], update: Callable[..., PyTree], *, moves: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation of two functions, for parameters of any types.
+    """Return the transformation of two functions, for parameters of any types.
 
     Both functions see only the inexact leaves; the updates of others, such as counters and masks, leave them unchanged. The fields
     of the state keep the types from `init`, also where gradients are wider than parameters, except for `inner`, the state of the
@@ -164,8 +163,8 @@ def transformation(
     return optax.GradientTransformationExtraArgs(init_floating, update_floating)
 
 
-def _check_no_copy(inner: Any) -> None:
-    """Raises a ValueError for an optimizer with a second copy of the parameters, which would not be mixed."""
+def _check_no_copy(inner: PyTree) -> None:
+    """Raise a ValueError for an optimizer with a second copy of the parameters, which would not be mixed."""
     has_copy = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
     if any(map(has_copy, jax.tree.leaves(inner, is_leaf=has_copy))):
         raise ValueError(
@@ -174,18 +173,18 @@ def _check_no_copy(inner: Any) -> None:
         )
 
 
-def _is_stepped(x: Any) -> bool:
+def _is_stepped(x: PyTree) -> bool:
     """Whether updates move a leaf. They would move complex arrays, too, which the channel refuses where they are averaged."""
     return not hasattr(x, "dtype") or jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _floating(like: Any, tree: Any) -> Any:
-    """The tree without the leaves that updates do not move in `like`."""
+def _floating(like: PyTree, tree: PyTree) -> PyTree:
+    """Return the tree without the leaves that updates do not move in `like`."""
     return jax.tree.map(lambda x, y: y if _is_stepped(x) else None, like, tree)
 
 
-def _kept(new: Any, old: Any) -> Any:
-    """A new state with the types of the old one, but for `inner`."""
+def _kept(new: PyTree, old: PyTree) -> PyTree:
+    """Return a new state with the types of the old one, except for `inner`."""
     same = lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype)
     fields = {name: getattr(new, name) for name in getattr(new, "_fields", ()) if name != "inner"}
     return (
@@ -195,7 +194,7 @@ def _kept(new: Any, old: Any) -> Any:
 
 @functools.cache
 def _placeholder() -> type:
-    """The type of the placeholder that `optax.tree.map_params` passes to `init`; optax does not export it."""
+    """Return the type of the placeholder that `optax.tree.map_params` passes to `init`; optax does not export it."""
     seen = []
     optax.tree.map_params(lambda params: seen.append(type(params)) or (), lambda x: x, ())
     return seen[0]

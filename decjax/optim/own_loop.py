@@ -1,9 +1,8 @@
-"""Compiles a training step that you wrote yourself, once for each phase of a mixer or reducer."""
+"""Compile a training step of your own loop, once for each phase of a mixer or reducer."""
 
 from collections.abc import Callable, Sequence
 import functools
 import operator
-from typing import Any
 
 import jax
 
@@ -11,17 +10,16 @@ from decjax import gossip, mesh, options, phases, reduce
 from decjax.channel import check_num_workers
 from decjax.optim.memories import check_outermost
 from decjax.optim.method import Method
+from decjax.typing import PyTree
+
+Schedule = gossip.Mixer | reduce.Reducer | Method
 
 
 @options.checked
 def make_step(
-    fn: Callable[..., Any],
-    workers: mesh.Workers,
-    schedule: gossip.Mixer | reduce.Reducer | Method,
-    *,
-    donate_argnums: Sequence[int] = (0, 1),
-) -> Callable[..., Any]:
-    """Turns one worker's training step into a step of all workers: mapped over them, and compiled once per phase.
+    fn: Callable[..., PyTree], workers: mesh.Workers, schedule: Schedule, *, donate_argnums: Sequence[int] = (0, 1)
+) -> Callable[..., PyTree]:
+    """Turn one worker's training step into a step of all workers, mapped over them and compiled once per phase.
 
     Every call waits for its result: several steps in flight at once can deadlock forced CPU devices.
 
@@ -55,19 +53,19 @@ def make_step(
     return functools.partial(_step, program, schedule)
 
 
-def _step(program: Callable[[Any, int], Callable], schedule: Any, number: int, *stacked: Any) -> Any:
+def _step(program: Callable[[int | None, int], Callable], schedule: Schedule, number: int, *stacked: PyTree) -> PyTree:
     return jax.block_until_ready(program(schedule.phase(operator.index(number)), len(stacked))(*stacked))
 
 
 def _program(
-    fn: Callable, workers: mesh.Workers, schedule: Any, donated: tuple[int, ...], phase: int | None, count: int
+    fn: Callable, workers: mesh.Workers, schedule: Schedule, donated: tuple[int, ...], phase: int | None, count: int
 ) -> Callable:
-    """The compiled step of all workers in a phase; a config's method chooses the phases of its mixer itself."""
+    """Return the compiled step of all workers in a phase; a method of a config chooses the phases of its mixer itself."""
     one_worker = functools.partial(_one_worker, fn, phase, None if isinstance(schedule, Method) else schedule)
     return workers.jit(one_worker, (0,) * count, donated)
 
 
-def _one_worker(fn: Callable, phase: int | None, schedule: Any, *own: Any) -> Any:
+def _one_worker(fn: Callable, phase: int | None, schedule: phases.Phased | None, *own: PyTree) -> PyTree:
     """Wrap one worker's step so that its arguments are checked when it is traced."""
     check_outermost(own)
     with phases.compiling(schedule):
