@@ -53,8 +53,8 @@ def not_written(what: str, folder: object, error: Exception) -> CheckpointError:
     reason = " ".join((getattr(error, "strerror", None) or str(error)).split())[-100:]  # TensorStore's messages end with the cause.
     if "No such file" in reason or "Not a directory" in reason:
         fix = "bring the folder back"
-    elif getattr(error, "errno", None) in (errno.EEXIST, errno.EISDIR):
-        fix = f"move {error.filename} away"  # pyright: ignore[reportAttributeAccessIssue]
+    elif isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.EISDIR):
+        fix = f"move {error.filename} away"
     elif "Read-only" in reason or "ermission" in reason:
         fix = "make the folder writable"
     else:
@@ -62,6 +62,21 @@ def not_written(what: str, folder: object, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{what} cannot be written in {folder} ({reason}); {fix}, and the same command continues from the last whole checkpoint"
     )
+
+
+@contextlib.contextmanager
+def translating_write_errors(what: str, folder: object) -> Iterator[None]:
+    """Context manager that raises the `CheckpointError` of `not_written` if a file cannot be written, for example on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise not_written(what, folder, error) from error
+
+
+def refuse(problems: Iterator[str], error: type[TrainingError] = CheckpointError) -> None:
+    """Raise an error for the first of the problems that a generator yields; nothing if there is none."""
+    for problem in problems:
+        raise error(problem)
 
 
 def of_system(error: OSError) -> str:

@@ -1,7 +1,7 @@
 """Aliases for annotations."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -9,3 +9,18 @@ PyTree = Any  # arrays, or containers of such
 Shape = tuple[int, ...]
 Arrays = Sequence[jax.Array]
 DType = jax.typing.DTypeLike
+
+
+class Device(Protocol):
+    """A `jax.Device`, which JAX exports in a form that type checkers refuse in annotations."""
+
+    @property
+    def platform(self) -> str: ...
+
+
+class Jitted(Protocol):
+    """A function of pytrees that is compiled on its first call, or beforehand by `lower(*args).compile()`."""
+
+    def __call__(self, *args: PyTree) -> PyTree: ...
+
+    def lower(self, *args: PyTree) -> Any: ...

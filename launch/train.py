@@ -69,7 +69,7 @@ def elastic_trainer(config: ml_collections.ConfigDict) -> tuple[train.Trainer, t
     group = Group()
     trainers = functools.cache(lambda: Trainers(resolved_for(config, join.slots()), group))
     join.stand_by(lambda: trainers().compile_all())
-    group.join(join.membership(trainers().spec.elastic))
+    group.membership = join.membership(trainers().spec.elastic)
     members = ElasticMembers(trainers(), group, elastic.launch_name(), functools.partial(print, flush=True))
     return members.trainer, members
 

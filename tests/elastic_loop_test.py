@@ -19,7 +19,7 @@ from decjax.elastic.members import ElasticMembers
 from decjax.elastic.membership import Excluded, Membership
 from decjax.elastic.trainer import Trainers
 from decjax.elastic.workers import Group
-from decjax.train import checkpoint, contents, metrics, workdir
+from decjax.train import checkpoint, metrics, workdir
 from decjax.train import run as run_lib
 from tests.elastic_test import KEYS, Band, together, wait_until
 from tests.membership_test import cut
@@ -97,7 +97,7 @@ def trained(folder, spec, n=3, events=None, **options):
 
 def replicas(member):
     """Return every slot's parameters in the last checkpoint, [N, …]."""
-    like = member.loop.members.like
+    like = member.loop.members.like()
     with checkpoint.Checkpoints(member.folder, read_only=True) as saved:
         return jax.tree.leaves(saved.restore(saved.latest(), like)[0].params)
 
@@ -252,7 +252,7 @@ def test_the_checks_are_those_of_a_static_run(tmp_path, kind, stop):
     path = tmp_path / "run/checkpoints/12/extra/metadata"
     extra = json.loads(path.read_text())
     extra["counters"]["corpus"] = "others"
-    extra["counters_checksum"] = contents.extra_checksum(extra)
+    extra["counters_checksum"] = checkpoint.extra_checksum(extra)
     path.write_text(json.dumps(extra))
     with pytest.raises(train.CheckpointError, match="the data have changed since step 12"):
         trained(tmp_path / "run", spec)

@@ -133,7 +133,7 @@ def test_a_host_whose_connections_are_lost_one_by_one_leaves_no_healthy_member_o
         rounds(coordinator)
         assert coordinator.view.number == 1
         cut(patch, members, [{0, 1}, {0, 2}])
-        wait_until(lambda: not coordinator._sessions[writer].report["reaches"])
+        wait_until(lambda: not coordinator._sessions[writer].report.reaches)
         coordinator._stopping_s -= 61  # as if a heartbeat had passed
         assert slots_of(next_views(*members[1:])[0]) == [1, 2]
 

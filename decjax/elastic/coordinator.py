@@ -1,13 +1,7 @@
 """The coordinator decides which processes take part. It holds no model and takes no steps, so any worker may die.
 
-Each member reports its state over ZeroMQ: whenever it changes, and at least every fifth of `heartbeat_s`. The coordinator answers each
-report with all that the member needs. Both messages hold the complete state, so a lost one is made up for by the next.
-
-    member        → {"member": Member, "ready", "step": the next one or null, "taken": batches, "stopped": number of the view for which
-                    it has stopped, "at": its step then, "reaches": lives, "broken": number of a view, "idle", "awaits": slots,
-                    "over", "leaves"}
-    coordinator   → {"views": number of views so far, "stop_for": number of a view or 0, "view": View or null, "roster": members, "over"},
-                    or {"out": true}
+Each member sends a `Report` over ZeroMQ whenever its state changes, and at least every fifth of `heartbeat_s`. The coordinator sends an
+`Answer` to each.
 
 A change of the membership takes two messages: the coordinator asks all members to stop and report their step; when the last one has
 answered, the next view begins at the largest of these. Each member holds connections to all others in the roster. A view consists of
@@ -15,9 +9,9 @@ members that reach each other: the largest such group continues, and the others 
 that is cut off are lost one after the other; so where some are lost, the next view waits until `heartbeat_s` after the members were
 asked to stop.
 
-A step of null means that the member has no replica: it is new, or the member that was to send it one is gone. Such members, and those
-that stopped before the last step that others took, receive the replica of a member that took it. If no member has a replica left, all
-are removed: the processes end, and new ones begin from the last checkpoint.
+A member without a replica is new, or the member that was to send it one is gone. Such members, and those that stopped before the last
+step that others took, receive the replica of a member that took it. If no member has a replica left, all are removed: the processes end,
+and new ones begin from the last checkpoint.
 
 A member is removed if it leaves, if its process has ended or another process has taken its slot, and in two further cases:
 
@@ -32,17 +26,16 @@ writer dies first. A member whose error ends the run also reports it. From then 
 import collections
 from collections.abc import Callable
 import contextlib
+import dataclasses
 import itertools
-import json
 import time
-from typing import Any
 
 import zmq
 from zmq.utils import monitor
 
 from decjax.elastic.keys import Gate, Keys
-from decjax.elastic.transport import bind, detect_silence, set_limits, terminate
-from decjax.elastic.view import Member, View
+from decjax.elastic.transport import detect_silence, set_limits, terminate
+from decjax.elastic.view import Answer, Member, Report, View, written
 
 MOST_BYTES = 2**16  # of a message to the coordinator
 LINGER_S = 0.5  # for sending the last messages
@@ -50,26 +43,23 @@ SETTLE = 1.0  # time in which all losses of connections that a host causes are r
 PATIENCE = 12  # time until a stuck member is removed, in `heartbeat_s` or its longest steps
 
 
+@dataclasses.dataclass(eq=False)
 class _Session:
     """A member and its last report."""
 
-    def __init__(self, member: Member):
-        self.member, self.reported_s = member, 0.0
-        self.connection: int | None = None  # the file descriptor
-        self.report: dict[str, Any] = {}  # as described above
-        self.ended_s: float | None = None  # when the end of its process was noticed
-
-    @property
-    def ready(self) -> bool:
-        return self.report["ready"]
+    member: Member
+    report: Report
+    connection: int  # the file descriptor
+    reported_s: float
+    ended_s: float | None = None  # when the end of its process was noticed
 
     def step(self, view: View) -> int | None:
-        """The next step that the member can take; None if it has no replica."""
-        return self.report["at" if self.member in view.members else "step"]
+        """Return the next step that the member can take; None if it has no replica."""
+        return self.report.at if self.member in view.members else self.report.step
 
     def reaches(self, other: "_Session") -> bool:
-        """Whether messages pass both ways."""
-        return other.member.life in self.report["reaches"] and self.member.life in other.report["reaches"]
+        """Return whether messages pass both ways."""
+        return other.member.life in self.report.reaches and self.member.life in other.report.reaches
 
 
 class Coordinator:
@@ -96,7 +86,7 @@ class Coordinator:
         self._members.maxmsgsize, self._members.router_handover = MOST_BYTES, True
         detect_silence(self._members, heartbeat_s)
         self._events = self._members.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self.address = bind(self._members, host)
+        self.address = host, self._members.bind_to_random_port(f"tcp://{host}")
         self._poller = zmq.Poller()
         for socket in (self._gate.socket, self._members, self._events):
             self._poller.register(socket, zmq.POLLIN)
@@ -107,7 +97,7 @@ class Coordinator:
         self.silent: set[int] = set()  # slots of processes that were removed and may still run
         self.ended: collections.deque[int] = collections.deque()  # ids of ended processes, which the launcher appends
         self.is_over = False
-        self._sent: Any = None
+        self._sent: tuple[object, ...] = ()  # the state of the last answers
         self._now_s, self._polled_s = 0.0, time.monotonic()  # The first clock stands still while this process is stopped.
         self._next_number, self._stopping_s = 0, 0.0  # the view for which members were asked to stop, 0 for none, and when
 
@@ -154,10 +144,9 @@ class Coordinator:
     def _read(self) -> bool:
         """Read a message and the events before it; return whether there may be more."""
         has_events = False
-        try:
+        life, frames = None, []
+        with contextlib.suppress(zmq.Again):
             life, *frames = self._members.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            life, frames = None, []
         while self._gate.socket.poll(0):
             if (session := self._sessions.get(self._gate.answer() or b"")) is not None:
                 session.reported_s = self._now_s  # It has reconnected; the number of the connection comes with its next report.
@@ -167,30 +156,29 @@ class Coordinator:
         if life is None:
             return has_events  # The last messages of a connection come before the event of its end.
         try:
-            self._receive(life.bytes, frames[0].get(zmq.SRCFD), json.loads(frames[0].bytes))
+            self._receive(life.bytes, frames[0].get(zmq.SRCFD), Report.read(frames[0].bytes))
         except Exception:  # An invalid message must not affect the other members.
             self._drop(life.bytes)
         return True
 
-    def _receive(self, life: bytes, connection: int, report: dict[str, Any]) -> None:
+    def _receive(self, life: bytes, connection: int, report: Report) -> None:
         session = self._sessions.get(life)
         if session is None:
-            member = Member(*report["member"])
+            member = report.member
             if self.is_over or life in self._gone or member.life.encode() != life or not 0 <= member.slot < self._slots:
                 raise ValueError("this process may not take part")
             for other in [other for other in self._sessions if self._sessions[other].member.slot == member.slot]:
                 self._drop(other)  # This process replaces it.
-            session = self._sessions[life] = _Session(member)
-        session.connection, session.reported_s, session.report = connection, self._now_s, report
-        if report["over"]:
-            self.is_over = True
-        if report["leaves"]:
+            session = self._sessions[life] = _Session(member, report, connection, self._now_s)
+        session.report, session.connection, session.reported_s = report, connection, self._now_s
+        self.is_over |= report.over
+        if report.leaves:
             self._drop(life)
         else:
             self._send_state(life)
 
     def _has_ended(self, session: _Session) -> bool:
-        """Whether the process has ended and its last report has been read: that can arrive after the process's end was noticed."""
+        """Return whether the process has ended and its last report has been read: that can arrive after the process's end was noticed."""
         if session.ended_s is None:
             return False
         return session.connection not in self._open or self._now_s - session.ended_s > self._heartbeat_s
@@ -199,32 +187,24 @@ class Coordinator:
         return session.connection not in self._open and self._now_s - session.reported_s > self._heartbeat_s
 
     def _is_stuck(self, session: _Session) -> bool:
-        """Whether others wait for a member that neither computes nor waits."""
-        report, slot = session.report, session.member.slot
-        awaited = any(slot in other.report["awaits"] for other in self._sessions.values())
-        return awaited and not report["awaits"] and report["idle"] > PATIENCE
+        """Return whether others wait for a member that neither computes nor waits."""
+        is_awaited = any(session.member.slot in other.report.awaits for other in self._sessions.values())
+        return is_awaited and not session.report.awaits and session.report.idle > PATIENCE
 
     def _drop(self, life: bytes) -> None:
         self._gone.add(life)
         self._sessions.pop(life, None)
-        self._send(life, out=True)
+        self._send(life, Answer(out=True))
 
-    def _send(self, life: bytes, **message: Any) -> None:
+    def _send(self, life: bytes, answer: Answer) -> None:
         with contextlib.suppress(zmq.ZMQError):  # The connection is full or lost; the member's next report is answered.
-            self._members.send_multipart([life, json.dumps(message).encode()], zmq.NOBLOCK)
+            self._members.send_multipart([life, written(answer)], zmq.NOBLOCK)
 
     def _send_state(self, life: bytes) -> None:
-        number, roster = self.view.number, [session.member for session in self._sessions.values()]
-        takes_part = self._sessions[life].member in self.view.members
-        stop_for = self._next_number or (0 if takes_part else number)  # A member that missed a change is still in an earlier view.
-        self._send(
-            life,
-            views=number,
-            stop_for=stop_for,
-            view=self.view._asdict() if takes_part else None,
-            roster=roster,
-            over=self.is_over,
-        )
+        number, roster = self.view.number, tuple(session.member for session in self._sessions.values())
+        view = self.view if self._sessions[life].member in self.view.members else None
+        stop_for = self._next_number or (0 if view else number)  # A member that missed a change is still in an earlier view.
+        self._send(life, Answer(views=number, stop_for=stop_for, view=view, roster=roster, over=self.is_over))
 
     # -- Views --------------------------------------------------------------------------------------------------------
 
@@ -234,26 +214,24 @@ class Coordinator:
             return
         chosen = self._chosen()
         members = tuple(sorted(session.member for session in chosen))
-        broken = self.view.number and any(session.report["broken"] == self.view.number for session in chosen)
+        broken = self.view.number and any(session.report.broken == self.view.number for session in chosen)
         if members == self.view.members and not self._next_number and not broken:
             return
         enough = len(members) >= (self._slots if self.view.number == 0 else self.least)
         gone = any(member not in members for member in self.view.members)
         if not self._next_number and (enough or gone):
             self._next_number, self._stopping_s = self.view.number + 1, self._now_s
-        elif (
-            self._next_number and enough and all(self._has_stopped(session) for session in chosen) and self._lost_links_are_known()
-        ):
+        elif self._next_number and enough and all(map(self._has_stopped, chosen)) and self._lost_links_are_known():
             self._begin(chosen, members)
 
     def _lost_links_are_known(self) -> bool:
-        """Whether all connections are there, or enough time has passed for all lost ones to be reported."""
-        ready = [session for session in self._sessions.values() if session.ready]
+        """Return whether all connections exist, or enough time has passed for all lost ones to be reported."""
+        ready = [session for session in self._sessions.values() if session.report.ready]
         all_reached = all(a.reaches(b) for a, b in itertools.combinations(ready, 2))
         return all_reached or self._now_s - self._stopping_s > SETTLE * self._heartbeat_s
 
     def _has_stopped(self, session: _Session) -> bool:
-        return session.member not in self.view.members or session.report["stopped"] == self._next_number
+        return session.member not in self.view.members or session.report.stopped == self._next_number
 
     def _begin(self, chosen: list[_Session], members: tuple[Member, ...]) -> None:
         """Begin the next view."""
@@ -267,32 +245,31 @@ class Coordinator:
         if self.view.number:
             block = self.view.block + (step - self.view.step) * len(self.view.members)
         else:
-            block = max(session.report["taken"] for session in chosen if session.member.slot not in fresh)
+            block = max(session.report.taken for session in chosen if session.member.slot not in fresh)
         writer = self.view.writer if self.view.writer in step_of else min(step_of.keys() - set(fresh))
         self.view, self._next_number = View(self._next_number, step, members, fresh, writer, block), 0
         self._note(self.view)
 
     def _chosen(self) -> list[_Session]:
-        """The members of the next view: ready ones that reach each other, first those that have a replica."""
-        ready = [session for session in self._sessions.values() if session.ready]
-        with_replica = self._mutual([session for session in ready if session.report["step"] is not None])
-        fresh = [session for session in ready if session.report["step"] is None and all(map(session.reaches, with_replica))]
+        """Return the members of the next view: ready ones that reach each other, first those that have a replica."""
+        ready = [session for session in self._sessions.values() if session.report.ready]
+        with_replica = self._mutual([session for session in ready if session.report.step is not None])
+        fresh = [session for session in ready if session.report.step is None and all(map(session.reaches, with_replica))]
         return with_replica + self._mutual(fresh)
 
     def _mutual(self, group: list[_Session]) -> list[_Session]:
-        """A large subgroup whose members all reach each other, found greedily; ties are broken by `_rank`."""
+        """Return a large subgroup whose members all reach each other, found greedily."""
+
+        def rank(session: _Session) -> tuple[int, bool, bool, bool, Member]:
+            """Of two members that do not reach each other, the one with the lower rank stays."""
+            apart, member = sum(other is not session and not session.reaches(other) for other in group), session.member
+            is_lost = session.connection not in self._open
+            return apart, is_lost, member not in self.view.members, member.slot != self.view.writer, member
+
         group = list(group)
-        while group:
-            apart = {id(a): sum(a is not b and not a.reaches(b) for b in group) for a in group}
-            worst = max(group, key=lambda a: (apart[id(a)], a.connection not in self._open, *self._rank(a.member)))
-            if not apart[id(worst)]:
-                break
+        while group and rank(worst := max(group, key=rank))[0]:
             group.remove(worst)
         return group
-
-    def _rank(self, member: Member) -> tuple[bool, bool, Member]:
-        """The order of members for ties: of two that do not reach each other, the lower one stays."""
-        return member not in self.view.members, member.slot != self.view.writer, member
 
     def _restart(self) -> None:
         """Drop all members of a group without a replica; new processes start from the last checkpoint."""

@@ -66,12 +66,7 @@ class Keys(NamedTuple):
 
 
 class Gate:
-    """Answers ZeroMQ's requests for authentication, for the guarded sockets of one context; create it before they are bound.
-
-    Args:
-        context: of the guarded sockets.
-        keys: of the group.
-    """
+    """Answers ZeroMQ's requests for authentication, for the guarded sockets of one context; create it before they are bound."""
 
     def __init__(self, context: zmq.Context, keys: Keys):
         self.socket = context.socket(zmq.REP)

@@ -1,22 +1,21 @@
-"""A group whose members may leave and rejoin, as the `train.Members` of a run, which continues from view to view."""
+"""The `train.Members` of a run that continues from view to view, while members leave and rejoin."""
 
 from collections.abc import Callable, Sequence
 import time
-from typing import Any
 
 import jax
 import numpy as np
 
-from decjax import config
 from decjax.elastic.trainer import ElasticTrainer, Trainers
 from decjax.elastic.workers import Group
-from decjax.train.members import LEFT, NotFinite
+from decjax.train.members import LEFT, Counters, Members, NotFinite
 from decjax.train.state import State
+from decjax.typing import PyTree
 
 SHARED = ("time_s", "bytes_sent_per_worker", "first_step")  # counters that a member receives with a replica
 
 
-class ElasticMembers:
+class ElasticMembers(Members[ElasticTrainer]):
     """The members of a group.
 
     One member writes metrics and checkpoints. Checkpoints have the format of any run, with a row for each slot; a slot without a member
@@ -30,24 +29,13 @@ class ElasticMembers:
     """
 
     def __init__(self, trainers: Trainers, group: Group, launch: str, say: Callable[[str], None] = lambda text: None):
-        self.spec: config.RunSpec = trainers.spec
-        self.launch, self.alone = launch, False
+        self.spec, self.launch = trainers.spec, launch
         self._trainers, self._group, self._membership, self._say = trainers, group, group.membership, say
-        self.trainer: ElasticTrainer = trainers.of(self.spec.workers)
-        self.restores, self.joined = not self._membership.is_late, False
+        self.trainer = trainers.of(self.spec.workers)
+        self.restores, self.first, self.saves, self.alone = not self._membership.is_late, False, False, False
         self._cannot_write, self._writer, self._is_ready = False, -1, False
-        self._unable: set[int] = set()  # slots of members that cannot write
         self._last_loss, self._entered_s = np.nan, 0.0
 
-    @property
-    def first(self) -> bool:
-        return self._writer == self._membership.slot
-
-    @property
-    def saves(self) -> bool:
-        return self.first
-
-    @property
     def facts(self) -> dict[str, float]:
         view, step = self._group.view, self._membership.step
         assert step is not None
@@ -55,7 +43,6 @@ class ElasticMembers:
 
     # -- Beginning ----------------------------------------------------------------------------------------------------
 
-    @property
     def like(self) -> State:
         slots = self.spec.workers
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((slots, *x.shape[1:]), x.dtype), self._trainers.of(slots).abstract)
@@ -63,12 +50,13 @@ class ElasticMembers:
     def local(self, state: State) -> State:
         return jax.tree.map(lambda x: jax.device_put(np.asarray(x[self._membership.slot])[None]), state)
 
-    place = local
+    def place(self, state: State) -> State:
+        return self.local(state)
 
-    def init(self, params: Any) -> State:
-        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.like)  # Replaced when the first view begins.
+    def init(self, params: PyTree) -> State:
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.like())  # Replaced when the first view begins.
 
-    def enter(self, state: State | None, step: int, counters: dict[str, Any], left_out: Callable[[], None]) -> tuple[State, int]:
+    def enter(self, state: State | None, step: int, counters: Counters, left_out: Callable[[], None]) -> tuple[State, int]:
         if not self._is_ready:
             self._is_ready = True
             self._membership.step, self._membership.taken = step, step * self.spec.workers - counters.get(LEFT, 0)
@@ -84,16 +72,17 @@ class ElasticMembers:
         self._choose_writer(shared_NxC[:, 0])
         self._membership.step = view.step
         self._entered_s = time.monotonic()
-        if self.first and self.joined and (text := self._trainers.stand_in(len(view.members))):
+        if self.first and self.joined and (text := self.trainer.stand_in):
             self._say(f"step {view.step}: {text}")
         return state, view.step
 
     def _choose_writer(self, unable_N: np.ndarray) -> None:
         """Choose the view's writer; if it cannot write, the first member that can, preferably not a fresh one."""
         view = self._group.view
-        self._unable = {member.slot for member, unable in zip(view.members, unable_N, strict=True) if unable}
+        unable = {member.slot for member, unable in zip(view.members, unable_N, strict=True) if unable}
         order = sorted((member.slot for member in view.members), key=lambda slot: (slot != view.writer, slot in view.fresh, slot))
-        self._writer = next((slot for slot in order if slot not in self._unable), -1)
+        self._writer = next((slot for slot in order if slot not in unable), -1)
+        self.first = self.saves = self._writer == self._membership.slot
 
     def _gather(self, *values: float) -> np.ndarray:
         """Return the values of all members, [N, values]."""
@@ -101,7 +90,7 @@ class ElasticMembers:
 
     # -- Steps --------------------------------------------------------------------------------------------------------
 
-    def batch(self, step: int, counters: dict[str, Any]) -> Any:
+    def batch(self, step: int, counters: Counters) -> PyTree:
         return self.trainer.batch(step)  # The view has the position in the data.
 
     def note_step(self, steps: int) -> None:
@@ -119,12 +108,12 @@ class ElasticMembers:
         bad = next((NotFinite(worker, int(row[2]), float(row[3])) for worker, row in enumerate(rows) if row[2] >= 0), None)
         return rows[rows[:, 1] > 0, 0], bad
 
-    def rows(self, state: State, step: int, counters: dict[str, Any]) -> Callable[[], Any]:
+    def rows(self, state: State, step: int, counters: Counters) -> Callable[[], State]:
         view, slots = self._group.view, self.spec.workers
         counters[LEFT] = step * slots - view.taken(step)
         rows = self.trainer.workers.fetch(self._trainers.of(slots).fitted(state))
-        index_of = [view.index(slot) for slot in range(slots)]
-        source = np.array([slot % len(view.members) if index is None else index for slot, index in enumerate(index_of)])
+        workers = [view.worker_of(slot) for slot in range(slots)]
+        source = np.array([slot % len(view.members) if worker is None else worker for slot, worker in enumerate(workers)])
         return lambda: jax.tree.map(lambda x: jax.device_put(x[source]), rows)
 
     def any(self, condition: bool) -> bool:
@@ -144,11 +133,10 @@ class ElasticMembers:
     # -- The end ------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        channel, writer = self._group.channel, self._group.view.index(self._writer)
-        for index in range(channel.size):  # The writer ends the run once no member waits for a message.
-            if index != writer:
-                to, source = (writer if channel.index == index else None), (index if channel.index == writer else None)
-                channel.exchange(np.zeros(1, np.uint8), to, source)
+        channel, writer = self._group.channel, self._group.view.worker_of(self._writer)
+        for worker in range(channel.size):  # The writer ends the run once no member waits for a message.
+            if worker != writer:
+                channel.hand_over(np.zeros(1, np.uint8), worker, writer)
         if self.first:
             self._membership.end()
         else:

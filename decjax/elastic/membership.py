@@ -2,20 +2,18 @@
 
 from collections.abc import Callable
 import contextlib
-import json
 import math
 import os
 import socket
 import threading
 import time
-from typing import Any
 import uuid
 
 import zmq
 
 from decjax.elastic.keys import Keys
 from decjax.elastic.transport import Transport, detect_silence, set_limits, terminate
-from decjax.elastic.view import BEATS, Member, View
+from decjax.elastic.view import BEATS, Answer, Member, Report, View, written
 from decjax.errors import ViewChanged
 
 _BUSY = 0.05  # share of a core's time above which a process counts as computing
@@ -28,14 +26,12 @@ class Excluded(ConnectionError):
 
 
 class Membership:
-    """A slot in a group. The constructor waits until the coordinator answers.
+    """A slot in a group; arguments are as those of `Coordinator` and `Transport`. The constructor waits until the coordinator answers.
 
-    Args:
-        address: of the coordinator.
-        slot: of this process.
-        heartbeat_s: as that of the coordinator.
-        keys: of the group.
-        encrypt: as that of `Transport`.
+    Attributes:
+        transport: the connections to other members.
+        taken: batches that all workers had taken before `step`, which the owner sets before `ready`.
+        is_late: whether the group took steps before this process joined.
 
     Raises:
         OSError: if there is no route to the coordinator.
@@ -43,9 +39,8 @@ class Membership:
     """
 
     def __init__(self, address: tuple[str, int], slot: int, heartbeat_s: float, keys: Keys, encrypt: bool = False):
-        self.slot = slot
+        self.slot, self.taken = slot, 0
         self._step: int | None = 0
-        self.taken = 0  # batches that all workers had taken before `step`, set by its owner before `ready`
         self._heartbeat_s = heartbeat_s
         host, self._wake = _local_address(address), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.transport = Transport(host, keys, heartbeat_s, encrypt, self._notify)
@@ -53,10 +48,10 @@ class Membership:
         self._next: View | None = None
         self._is_ready = self._is_stopped = self._is_left_out = self._is_over = self._gone = False
         self._reports_over = self._leaves = False
-        self._views: int | None = None  # how many there were when the coordinator first answered
+        self.is_late: bool | None = None  # None: the coordinator has not answered yet
         self._number = 0  # of the last view received
         self._stopped: tuple[int, int | None] = 0, None  # the view for which it has stopped, and its step then
-        self._progress: Any = None
+        self._progress: tuple[int | None, int] = -1, 0  # its step, and the messages it has sent and received
         self._used_s, self._sampled_s, self._longest_s = 0.0, time.monotonic(), heartbeat_s
         self._progress_at = self._idle_since = self._sampled_s
         self._changed = threading.Condition()
@@ -70,11 +65,10 @@ class Membership:
         self._thread = threading.Thread(target=self._serve, name="elastic-control", daemon=True)
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._views is not None or self._gone)
+            self._changed.wait_for(lambda: self.is_late is not None or self._gone)
         if self._gone:
             self.close()
             raise Excluded("the coordinator has refused this process")
-        self.is_late = bool(self._views)  # whether the group took steps before this process joined
 
     @property
     def step(self) -> int | None:
@@ -110,7 +104,7 @@ class Membership:
         has_come = lambda: self._next is not None or self._gone or self._is_over
         with self._changed:
             self._changed.wait_for(lambda: self._is_left_out or has_come())
-            is_left_out = self._is_left_out and not has_come()
+            is_left_out = not has_come()
         if is_left_out:
             left_out()
         with self._changed:
@@ -169,7 +163,7 @@ class Membership:
             if changed := self._wake in ready:
                 os.eventfd_read(self._wake)
             if self._coordinator in ready:
-                changed |= self._receive(json.loads(self._coordinator.recv()))
+                changed |= self._receive(Answer.read(self._coordinator.recv()))
             if changed or time.monotonic() >= sent_at + beat_s:
                 sent_at = time.monotonic()
                 self._send()
@@ -180,14 +174,25 @@ class Membership:
 
     def _send(self) -> None:
         stopped, at = self._stopped
-        state: dict[str, Any] = dict(member=self._member, ready=self._is_ready, step=self.step, taken=self.taken)
-        state |= dict(stopped=stopped, at=at, reaches=self.transport.reached, broken=self.transport.broken)
-        state |= dict(awaits=[*self.transport.awaited], idle=self._idle(), over=self._reports_over, leaves=self._leaves)
+        report = Report(
+            member=self._member,
+            ready=self._is_ready,
+            step=self.step,
+            taken=self.taken,
+            stopped=stopped,
+            at=at,
+            reaches=self.transport.reached,
+            broken=self.transport.broken,
+            awaits=[*self.transport.awaited],
+            idle=self._idle(),
+            over=self._reports_over,
+            leaves=self._leaves,
+        )
         with contextlib.suppress(zmq.Again):  # The queue is full; the next report holds the complete state, too.
-            self._coordinator.send(json.dumps(state).encode(), zmq.NOBLOCK)
+            self._coordinator.send(written(report), zmq.NOBLOCK)
 
     def _idle(self) -> float:
-        """Time without a step, a message or use of a core (as in compilation), in units of the longest step."""
+        """Return the time without a step, a message or use of a core (as in compilation), in units of the longest step."""
         now_s, used_s, progress = time.monotonic(), time.process_time(), (self.step, self.transport.moved)
         if progress != self._progress:
             self._longest_s = max(self._longest_s, now_s - self._progress_at)
@@ -197,31 +202,31 @@ class Membership:
         self._progress, self._used_s, self._sampled_s = progress, used_s, now_s
         return (now_s - self._idle_since) / self._longest_s
 
-    def _receive(self, message: dict[str, Any]) -> bool:
-        """Process a message of the coordinator; return whether it must be answered."""
-        stops = message.get("stop_for", 0) > self._stopped[0]
+    def _receive(self, answer: Answer) -> bool:
+        """Process an answer of the coordinator; return whether it must be reported to."""
+        stops = answer.stop_for > self._stopped[0]
         with self._changed:
-            if "out" in message:
+            if answer.out:
                 self._gone = True
             else:
-                self._views = message["views"] if self._views is None else self._views
-                self._is_over |= message["over"]
-                self._is_left_out = message["view"] is None and message["views"] > 0
-                self.transport.connect(Member(*fields) for fields in message["roster"] if fields[1] != self._member.life)
+                self.is_late = answer.views > 0 if self.is_late is None else self.is_late
+                self._is_over |= answer.over
+                self._is_left_out = answer.view is None and answer.views > 0
+                self.transport.connect(member for member in answer.roster if member.life != self._member.life)
             if stops:
                 self._next, self._is_stopped = None, True  # A view that has not begun yet never will.
-            elif (view := message.get("view")) and view["number"] > self._number:
-                self._next, self._number = View.of(view), view["number"]
+            elif answer.view and answer.view.number > self._number:
+                self._next, self._number = answer.view, answer.view.number
             if stops or self._gone or self._is_over:
                 self.transport.interrupt()  # The member that ended the run sends no further messages.
             if stops:
-                self._stopped = message["stop_for"], self.step
+                self._stopped = answer.stop_for, self.step
             self._changed.notify_all()
         return stops
 
 
 def _local_address(other: tuple[str, int]) -> str:
-    """The address of this machine on the network on which it reaches another."""
+    """Return the address of this machine on the network on which it reaches another."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(other)
         return probe.getsockname()[0]

@@ -1,11 +1,10 @@
 """The trainers of one member of an elastic run: a `train.Trainer` for each number of workers that take part."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import functools
 import threading
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,44 +13,42 @@ import numpy as np
 from decjax import config, tasks
 from decjax.elastic.programs import MEMBERS
 from decjax.elastic.workers import ElasticWorkers, Group
-from decjax.errors import ConfigError
+from decjax.errors import ConfigError, refuse
 from decjax.optim.memories import completed
 from decjax.train import state as state_lib
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
+from decjax.typing import PyTree
 
 STAND_INS = ("one_peer_exponential", "ring", "complete")  # for topologies that do not exist for the remaining workers
 _AHEAD = 64  # steps, within which all phases of a topology occur
 
 
 class Trainers:
-    """The trainers of a run by number of workers, made on first use.
-
-    Args:
-        spec: of the run with all its workers, one per slot.
-        group: of this process.
-    """
+    """The trainers of a run by number of workers, made on first use; `spec` is that of the run with all its workers, one per slot."""
 
     def __init__(self, spec: config.RunSpec, group: Group):
-        _check(spec)
+        refuse((f"{problem}, or leave out --elastic" for problem in _problems(spec)), ConfigError)
         self.spec, self._group = spec, group
         self._data: tasks.Data | None = None
-        self._made: dict[int, ElasticTrainer] = {}
-        self._stand_ins: dict[int, str] = {}
+        self._trainers: dict[int, ElasticTrainer] = {}
         self._prepared: set[int] = set()
         self._making = threading.RLock()
 
     def of(self, n: int) -> "ElasticTrainer":
-        """The trainer of n workers."""
+        """Return the trainer of n workers."""
         with self._making:
-            if n not in self._made:
-                self._made[n], self._stand_ins[n] = _of(self.spec, self._group, n, self._data)
-                self._data = self._made[n].data
-            return self._made[n]
-
-    def stand_in(self, n: int) -> str:
-        """A message if n workers use another topology than the config's, which does not exist for them; otherwise empty."""
-        return self._stand_ins.get(n, "")
+            if n not in self._trainers:
+                spec = self.spec
+                local_size = spec.local_size if n % spec.local_size == 0 else 1
+                batch_size = spec.batch_per_worker * n
+                fitted = spec.replace(workers=n, batch_size=batch_size, local_size=local_size, elastic=config.Elastic())
+                setup, stand_in = _assembled(fitted, n < spec.workers)
+                self._data = self._data or setup.task.load(spec.workers, spec.batch_per_worker, spec.seed)
+                setup = dataclasses.replace(setup, data=self._data)
+                workers = ElasticWorkers(n, local_size, None, group=self._group)
+                self._trainers[n] = ElasticTrainer(setup, workers, spec.workers, stand_in)
+            return self._trainers[n]
 
     def compile_all(self) -> None:
         """Compile the steps for all workers and for one less."""
@@ -75,61 +72,49 @@ class Trainers:
             trainer.compile_start()
 
 
-def _check(spec: config.RunSpec) -> None:
-    """Raise a ConfigError for options that need several workers or devices in a process."""
+def _problems(spec: config.RunSpec) -> Iterator[str]:
+    """Yield why a run cannot be elastic: options that need several workers or devices in a process."""
     if spec.trait("source", "divided"):
-        raise ConfigError("divided tables with --elastic: the tables of a lost worker would be lost, too; leave one of the two out")
+        yield "divided tables with --elastic: the tables of a lost worker would be lost, too; use whole ones"
     for name, value in (("tensor", spec.tensor), ("pipeline.stages", spec.pipeline.stages)):
         if value > 1:
-            raise ConfigError(
-                f"{name}={value} with --elastic: each worker is a process with one device; use {name}=1, or no --elastic"
-            )
+            yield f"{name}={value} with --elastic: each worker is a process with one device; use {name}=1"
     if spec.simulate:
-        raise ConfigError("simulate with --elastic: each worker is a process; leave one of the two out")
-
-
-def _of(spec: config.RunSpec, group: Group, n: int, data: tasks.Data | None) -> tuple["ElasticTrainer", str]:
-    """Return (the trainer of n workers, their `Trainers.stand_in`); `data` is that of all slots, None if not loaded yet."""
-    local_size = spec.local_size if n % spec.local_size == 0 else 1
-    fitted = spec.replace(workers=n, batch_size=spec.batch_per_worker * n, local_size=local_size, elastic=config.Elastic())
-
-    workers = ElasticWorkers(n, local_size, None, group=group)
-    setup, stand_in = _assembled(fitted, n < spec.workers)
-    data = data or setup.task.load(spec.workers, spec.batch_per_worker, spec.seed)
-    return ElasticTrainer(dataclasses.replace(setup, workers=workers, data=data), group, spec.workers), stand_in
+        yield "simulate with --elastic: each worker is a process; use simulate=False"
 
 
 def _assembled(spec: config.RunSpec, may_stand_in: bool) -> tuple[config.Setup, str]:
-    """Return (the setup with the first topology that exists for its workers and suits its mixer, `Trainers.stand_in`)."""
+    """Return (the setup with the first topology that exists for its workers and suits its mixer, `ElasticTrainer.stand_in`)."""
     if spec.workers == 1 and spec.mixer:
         single = spec.replace(mixer=config.Choice("exact", {}))
         return config.Setup.of(single, MEMBERS), f"topology {spec.topology} does not exist for one worker, which trains alone"
     try:
         return config.Setup.of(spec, MEMBERS), ""
-    except ValueError as error:
-        if not may_stand_in or spec.topology is None:
-            raise
-        for name in STAND_INS:
+    except ValueError:
+        for name in STAND_INS if may_stand_in and spec.topology is not None else ():
             with contextlib.suppress(ValueError):
                 setup = config.Setup.of(spec.replace(topology=name), MEMBERS)
                 return setup, f"topology {spec.topology} does not exist for {spec.workers} workers; using {name}"
-        raise error
+        raise
 
 
 class ElasticTrainer(Trainer):
     """A trainer whose state is the row of this member.
 
     Args:
-        setup: of a run with the workers of a view, and the data of all slots.
-        group: of this process.
-        slots: their number.
+        setup: of a run with as many workers as the view, and the data of all slots.
+        workers: those of the view.
+        slots: the number of slots.
+        stand_in: a message if the workers use another topology than the config's, which does not exist for them; otherwise empty.
     """
 
-    workers: ElasticWorkers  # pyright: ignore[reportIncompatibleVariableOverride]
+    def __init__(self, setup: config.Setup, workers: ElasticWorkers, slots: int, stand_in: str = ""):
+        self._workers, self.group, self.slots, self.stand_in = workers, workers.group, slots, stand_in
+        super().__init__(dataclasses.replace(setup, workers=workers))
 
-    def __init__(self, setup: config.Setup, group: Group, slots: int):
-        super().__init__(setup)
-        self.group, self.slots = group, slots
+    @property
+    def workers(self) -> ElasticWorkers:
+        return self._workers
 
     @functools.cached_property
     def abstract(self) -> State:
@@ -138,8 +123,8 @@ class ElasticTrainer(Trainer):
         opt_state, source = (self.workers.eval_shape(init, (0,), params) for init in (self.method.tx.init, self.setup.source.init))
         return State(params, opt_state, source)
 
-    def batch(self, step: int) -> Any:
-        """This member's examples of a step, [1, B, …]; see `View.batch_of`."""
+    def batch(self, step: int, left: int = 0) -> PyTree:
+        """Return this member's examples of a step, [1, B, …]; see `View.batch_of`."""
         view = self.group.view
         return self.workers.build(lambda worker: self.data.batch(*view.batch_of(worker, step, self.slots)))
 
@@ -163,32 +148,33 @@ class ElasticTrainer(Trainer):
         return state
 
     def fitted(self, state: State) -> State:
-        """Return a member's state from another number of workers with the arrays of this trainer; mixers and reducers are reset if these
-        differ."""
+        """Return a member's state from another number of workers with the arrays of this trainer.
+
+        Mixers and reducers are reset if these differ.
+        """
         if jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, self.abstract):
             return state
         return self._completed(state_lib.kept(state, self.setup.source.lasts))
 
-    def _completed(self, kept: Any) -> State:
+    def _completed(self, kept: PyTree) -> State:
         fresh = self.start(jax.tree.map(lambda x: x[0], kept["params"]))
         return State(kept["params"], completed(kept["opt_state"], fresh.opt_state), kept.get("source", fresh.source))
 
-    def _handed_over(self, kept: Any) -> Any:
+    def _handed_over(self, kept: PyTree) -> PyTree:
         """Return `kept`, in fresh members that of the source."""
         view, channel = self.group.view, self.group.channel
         if view.source is None:
             return kept
-        source = view.index(view.source.slot)
-        for target in map(view.index, view.fresh):
-            to, sender = (target if channel.index == source else None), (source if channel.index == target else None)
-            passed = [channel.exchange(np.asarray(x), to, sender) for x in jax.tree.leaves(kept)]
-            if sender is not None:
-                kept = jax.tree.unflatten(jax.tree.structure(kept), list(map(jax.device_put, passed)))
+        source = view.worker_of(view.source.slot)
+        for target in map(view.worker_of, view.fresh):
+            arrived = [channel.hand_over(np.asarray(x), source, target) for x in jax.tree.leaves(kept)]
+            if channel.index == target:
+                kept = jax.tree.unflatten(jax.tree.structure(kept), list(map(jax.device_put, arrived)))
         return kept
 
     # -- Averages -----------------------------------------------------------------------------------------------------
 
-    def average(self, state: State) -> tuple[Any, Any]:
+    def average(self, state: State) -> tuple[PyTree, PyTree]:
         params, mixer = state.params, self.method.replica_mixer
         if mixer and mixer.weight:
             weight = np.asarray(jax.vmap(mixer.weight)(state.opt_state.mixer))
@@ -212,11 +198,7 @@ class ElasticTrainer(Trainer):
         restart = self.workers.jit(mixer.restart, (0, 0)) if mixer else None
 
         def consensus(state: State) -> State:
-            mean, _ = self.average(state)
-            params = jax.tree.map(lambda m, x: jnp.asarray(m, x.dtype)[None], mean, state.params)
-            if restart is None:
-                return state._replace(params=params)
-            return state._replace(params=params, opt_state=state.opt_state._replace(mixer=restart(params, state.opt_state.mixer)))
+            return state_lib.replaced(state, self.average(state)[0], restart)
 
         n, one = self.workers.num_workers, self.workers.one_device(self.abstract.params)
         return consensus, 2 * (n - 1) / n * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one))

@@ -75,7 +75,7 @@ class Transport:
         keys.guard(self._arriving, encrypt)
         self._arriving.rcvhwm, self._arriving.linger = WAITING, 0
         set_limits(self._arriving, heartbeat_s)
-        self.address = bind(self._arriving, host)
+        self.address = host, self._arriving.bind_to_random_port(f"tcp://{host}")
         self._view, self._changing = View(0, 0, ()), True
         self._changed = threading.Condition()
         self._inbox: dict[Key, bytearray] = {}
@@ -234,12 +234,6 @@ class Transport:
         if not peer.reached and member in self._view.members:
             self.broken = self._view.number
         self._notify()
-
-
-def bind(socket: zmq.Socket, host: str) -> tuple[str, int]:
-    """Bind a socket to a port that the kernel chooses; return (host, port)."""
-    socket.bind(f"tcp://{host}:0")
-    return host, int(socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 
 def set_limits(socket: zmq.Socket, heartbeat_s: float) -> None:

@@ -1,6 +1,10 @@
-"""Views: the members that train together between two changes of the membership, as all of them have agreed."""
+"""Views, the members that train together between two changes of the membership, and the messages by which members agree on them.
 
-from typing import Any, NamedTuple
+Both messages hold the complete state of their sender, so a lost one is made up for by the next.
+"""
+
+import json
+from typing import NamedTuple
 
 BEATS = 5  # reports of a member to the coordinator in `heartbeat_s`, at least
 
@@ -11,9 +15,9 @@ class Member(NamedTuple):
     Attributes:
         slot: its number, 0 … N − 1; a process that replaces it has the same.
         life: unique id of the process, which distinguishes it from others that have or had the slot.
-        process: its id on its own machine.
         host: the address at which it listens.
         port: the port at which it listens.
+        process: its process id on its machine.
     """
 
     slot: int
@@ -42,8 +46,8 @@ class View(NamedTuple):
     writer: int = 0
     block: int = 0
 
-    def index(self, slot: int) -> int | None:
-        """The index of a slot's worker; None if it does not take part."""
+    def worker_of(self, slot: int) -> int | None:
+        """Return the index of a slot's worker; None if it does not take part."""
         return next((index for index, member in enumerate(self.members) if member.slot == slot), None)
 
     @property
@@ -65,8 +69,49 @@ class View(NamedTuple):
         number = self.taken(step) + index
         return number % slots, number // slots
 
+
+class Report(NamedTuple):
+    """What a member reports to the coordinator."""
+
+    member: Member
+    ready: bool  # whether it asks to take part
+    step: int | None  # the next step that it takes; None if it has no replica
+    taken: int  # batches that all workers had taken before the first view
+    stopped: int  # number of the view for which it has stopped
+    at: int | None  # its `step` when it stopped
+    reaches: list[str]  # lives of the members to which it is connected
+    broken: int  # number of the last view in which a connection was lost
+    awaits: list[int]  # slots from which it awaits a message
+    idle: float  # time without progress, in units of its longest step
+    over: bool  # whether the run is over
+    leaves: bool  # whether this is its last report
+
     @classmethod
-    def of(cls, document: dict[str, Any]) -> "View":
-        """The view of a JSON object, as made from `_asdict`."""
-        members = tuple(Member(*fields) for fields in document["members"])
-        return cls(**(document | {"members": members, "fresh": tuple(document["fresh"])}))
+    def read(cls, text: bytes) -> "Report":
+        fields = json.loads(text)
+        return cls(**fields | {"member": Member(*fields["member"])})
+
+
+class Answer(NamedTuple):
+    """What the coordinator answers to each report, and sends to all members after a change."""
+
+    out: bool = False  # whether the member has been removed
+    views: int = 0  # the number of views so far
+    stop_for: int = 0  # number of the view for which the member must stop; 0: none
+    view: View | None = None  # the current view; None if the member is not in it
+    roster: tuple[Member, ...] = ()  # all members, to which connections are kept
+    over: bool = False  # whether the run is over
+
+    @classmethod
+    def read(cls, text: bytes) -> "Answer":
+        fields = json.loads(text)
+        roster = tuple(Member(*member) for member in fields["roster"])
+        if (view := fields["view"]) is not None:
+            number, step, members, fresh, *others = view
+            view = View(number, step, tuple(Member(*member) for member in members), tuple(fresh), *others)
+        return cls(**fields | {"view": view, "roster": roster})
+
+
+def written(message: Report | Answer) -> bytes:
+    """Return a message as JSON, which `read` parses."""
+    return json.dumps(message._asdict()).encode()

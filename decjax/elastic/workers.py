@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ from decjax.elastic.membership import Membership
 from decjax.elastic.programs import MEMBERS, Program
 from decjax.elastic.view import View
 from decjax.mesh import Axis, Workers
+from decjax.typing import Jitted, PyTree
 
 CHANNELS = 2  # for programs of the main thread, and for those that run at the same time (`ElasticWorkers.aside`)
 
@@ -20,29 +20,25 @@ class Group:
     """State that lasts from view to view: the membership and compiled programs.
 
     Attributes:
-        membership: of this process.
+        membership: of this process; only compiling works before it is set.
         view: the current one.
+        channels: `CHANNELS` streams of messages in that view.
         compiled: pieces of programs by their text.
     """
 
+    membership: Membership
+
     def __init__(self, membership: Membership | None = None):
-        self._membership, self.compiled = membership, {}
+        if membership is not None:
+            self.membership = membership
         self.view = View(0, 0, ())
         self.channels: list[Stream] = []
-
-    def join(self, membership: Membership) -> None:
-        """Set the membership of a group that was created without one."""
-        self._membership = membership
-
-    @property
-    def membership(self) -> Membership:
-        assert self._membership is not None  # Only compiling works without one.
-        return self._membership
+        self.compiled: dict[str, jax.stages.Compiled] = {}
 
     @property
     def index(self) -> int:
         """The worker index of this process; before the first view, in which all slots take part, its slot."""
-        index = self.view.index(self.membership.slot) if self.view.members else self.membership.slot
+        index = self.view.worker_of(self.membership.slot) if self.view.members else self.membership.slot
         assert index is not None
         return index
 
@@ -67,12 +63,12 @@ class _Jitted:
             return jax.tree.map(lambda x: jax.numpy.asarray(x)[None], fn(*rows))
 
         self._workers, self._fn = workers, of_rows
-        self._executables: dict[Any, Executable] = {}
+        self._executables: dict[tuple, Executable] = {}
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree) -> PyTree:
         return self.lower(*args)(*args)
 
-    def lower(self, *args: Any) -> "Executable":
+    def lower(self, *args: PyTree) -> "Executable":
         leaves, tree = jax.tree.flatten(args)
         key = tree, *((np.shape(x), np.dtype(getattr(x, "dtype", type(x)))) for x in leaves)
         if key not in self._executables:
@@ -84,17 +80,17 @@ class _Jitted:
 class Executable:
     """A compiled program of this member, with the methods of JAX's lowered and compiled programs that callers use."""
 
-    def __init__(self, workers: "ElasticWorkers", fn: Callable, like: Sequence[Any]):
+    def __init__(self, workers: "ElasticWorkers", fn: Callable, like: Sequence[PyTree]):
         self._group, self._channel = workers.group, workers.channel
         self._program = Program(fn, workers.num_workers, self._group.compiled, *like)
         self.out_info = self._program.out_info
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree) -> PyTree:
         # If the view ends meanwhile, its channel raises `ViewChanged`.
         channel = self._group.channels[self._channel] if self._program.num_messages else None
         return self._program(channel, self._group.index, *args)
 
-    def compile(self, options: Any = None) -> "Executable":
+    def compile(self, options: object = None) -> "Executable":
         return self
 
     def as_text(self) -> str:
@@ -137,29 +133,29 @@ class ElasticWorkers(Workers):
     def own(self) -> tuple[int, ...]:
         return (self.group.index,)
 
-    def eval_shape(self, fn: Callable, in_axes: Sequence[int | None], *args: Any) -> Any:
+    def eval_shape(self, fn: Callable, in_axes: Sequence[int | None], *args: PyTree) -> PyTree:
         return _Jitted(self, fn, in_axes).lower(*args).out_info
 
-    def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Callable:
+    def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Jitted:
         del donate_argnums  # A step that a change of the membership interrupts is repeated from the same state.
         return _Jitted(self, fn, in_axes)
 
-    def stack(self, tree: Any) -> Any:
+    def stack(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[None]), tree)
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[self.group.index][None]), tree)
 
     def _stacked_rows(self, rows: dict[int, np.ndarray]) -> jax.Array:
         (row,) = rows.values()
         return jax.device_put(row[None])
 
-    def fetch(self, tree: Any) -> Any:
+    def fetch(self, tree: PyTree) -> PyTree:
         all_workers = range(self.num_workers)
         return jax.tree.map(lambda x: self.group.channel.gather(np.asarray(x)[0], all_workers), tree)
 
-    def mean(self, tree: Any) -> Any:
-        """The mean over workers of stacked floating-point arrays, in float32 or wider; of integers, the value of worker 0."""
+    def mean(self, tree: PyTree) -> PyTree:
+        """Return the mean over workers of stacked floating-point arrays, in float32 or wider; of integers, the value of worker 0."""
         all_workers = range(self.num_workers)
 
         def one(x):

@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from decjax.program import hlo
+from decjax.typing import DType, PyTree
 
-NODE, LOCAL, STAGE = "node", "local", "stage"
+NODE, LOCAL, STAGE, WORKER = "node", "local", "stage", "worker"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,10 @@ class Axis:
         return jax.lax.axis_index(self.mapped)
 
     def indexed(self, fn: Callable) -> Callable:
-        """`fn(*args)` as a function of (index, *args), for those who trace it here and run it elsewhere: an axis whose index is a value
-        from outside takes it from there."""
+        """Return `fn(*args)` as a function of (index, *args), for callers that trace it here and run it elsewhere.
+
+        An axis whose index is an argument of the program takes it from there.
+        """
         return lambda index, *args: fn(*args)
 
     @property
@@ -51,9 +53,9 @@ class Axis:
         return None
 
     @property
-    def mapped(self) -> Any:
+    def mapped(self) -> str | tuple[str, ...]:
         """The name that collectives take; ValueError outside a function that is mapped over it."""
-        for name in (WORKERS.name, SIMULATED.name) if self.name is None else (self.name,):
+        for name in ((NODE, LOCAL), WORKER) if self.name is None else (self.name,):
             with contextlib.suppress(NameError):
                 jax.lax.axis_size(name)
                 return name
@@ -78,7 +80,7 @@ class Axis:
         return not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
     def exchange(self, x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-        """The array that arrives along a partial permutation: worker `target` gets the `x` of worker `source`, bit for bit.
+        """Return the array that arrives along a partial permutation: worker `target` gets the `x` of worker `source`, bit for bit.
 
         A worker that is no target gets zeros. Values of fewer than 32 bits travel as unsigned integers, because the CPU backend would
         widen floats of 16 bits to 32. Between CPU processes a swap is a sum over the pair minus the worker's own value, exact in
@@ -96,7 +98,7 @@ class Axis:
         if not swaps and x.dtype.itemsize >= 4:
             return jax.lax.ppermute(x, self.mapped, pairs)
         bits = _bits(x)
-        arrived: Any = jax.lax.ppermute(bits, self.mapped, others) if others or not swaps else None
+        arrived: PyTree = jax.lax.ppermute(bits, self.mapped, others) if others or not swaps else None
         if swaps:
             # One after the other, in the same order on all workers. No worker takes part in both; one that is in neither gets zeros.
             bits, arrived = jax.lax.optimization_barrier((bits, arrived))
@@ -104,21 +106,25 @@ class Axis:
             arrived = swapped if arrived is None else arrived + swapped
         return jax.lax.bitcast_convert_type(arrived, x.dtype)
 
-    def exchange_tree(self, tree: Any, pairs: Sequence[tuple[int, int]]) -> Any:
-        """`exchange` of every array of a pytree. Between CPU processes they travel as the bytes of one array, since every message costs
-        them milliseconds, more than a copy; elsewhere the compiler joins messages along one route."""
+    def exchange_tree(self, tree: PyTree, pairs: Sequence[tuple[int, int]]) -> PyTree:
+        """Exchange every array of a pytree.
+
+        Between CPU processes they travel as the bytes of one array, since each message takes milliseconds, longer than a copy;
+        elsewhere the compiler joins messages along one route.
+        """
         leaves, structure = jax.tree.flatten(tree)
         if len(leaves) < 2 or not between_cpu_processes():
             return jax.tree.map(lambda x: self.exchange(x, pairs), tree)
-        sent = [jax.lax.bitcast_convert_type(x, jnp.uint8) for x in leaves]  # With one more axis where values have several bytes.
-        arrived = self.exchange(jnp.concatenate([own.ravel() for own in sent]), pairs)
-        parts = jnp.split(arrived, np.cumsum([own.size for own in sent[:-1]]))
+        sent = [jax.lax.bitcast_convert_type(x, jnp.uint8) for x in leaves]  # With one more axis if values have several bytes.
+        arrived = self.exchange(jnp.concatenate([x.ravel() for x in sent]), pairs)
+        parts = jnp.split(arrived, np.cumsum([x.size for x in sent[:-1]]))
         return structure.unflatten(
-            jax.lax.bitcast_convert_type(part.reshape(own.shape), x.dtype) for part, own, x in zip(parts, sent, leaves, strict=True)
+            jax.lax.bitcast_convert_type(part.reshape(bits.shape), x.dtype)
+            for part, bits, x in zip(parts, sent, leaves, strict=True)
         )
 
     def _read(self, x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-        """`exchange` of simulated workers: vmap has no partial permutations, so each reads its source's row, or zeros."""
+        """Exchange between simulated workers: vmap has no partial permutations, so each reads its source's row, or zeros."""
         source_of, receives = np.arange(self.size), np.zeros(self.size, bool)
         for source, target in pairs:
             source_of[target], receives[target] = source, True
@@ -126,18 +132,18 @@ class Axis:
         return arrived if receives.all() else jnp.where(jnp.asarray(receives)[self.index], arrived, jnp.zeros_like(x))
 
     def _swap(self, bits: jax.Array, swaps: Sequence[tuple[int, int]]) -> jax.Array:
-        """The values of the other worker of the pair; zeros on a worker in no pair."""
+        """Return the values of the other worker of the pair; zeros on a worker in no pair."""
         alone = [[worker] for worker in range(self.size) if not any(worker in pair for pair in swaps)]
         groups = [[source, target] for source, target in swaps if source < target] + alone
         return jax.lax.psum(bits, self.mapped, axis_index_groups=groups) - bits
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """The sum of `x` over all workers, the same on each."""
+        """Return the sum of `x` over all workers, the same on each."""
         self._check_all_send("sum")
         return jax.lax.psum(x, self.mapped)
 
-    def mean(self, x: jax.Array, wire_dtype: Any = None) -> jax.Array:
-        """The mean of `x` over all workers, in its shape and dtype, with the same bits on each worker.
+    def mean(self, x: jax.Array, wire_dtype: DType | None = None) -> jax.Array:
+        """Return the mean of `x` over all workers, in its shape and dtype, with the same bits on each worker.
 
         Values may travel in a narrower type. A ring would round their sum at every step, and the CPU backend would widen them; so they
         are scattered by all-to-all, summed in the dtype of `x`, rounded once and gathered, which sends as many bytes as a ring.
@@ -157,7 +163,7 @@ class Axis:
         return values(self.all_gather(_bits(own_S.astype(wire_dtype)))).ravel()[: x.size]
 
     def group_mean(self, x: jax.Array, group_size: int) -> jax.Array:
-        """The mean of `x` over the `group_size` consecutive workers to which this one belongs."""
+        """Return the mean of `x` over the `group_size` consecutive workers to which this one belongs."""
         if group_size == 1:
             return x
         if self._simulated:
@@ -167,17 +173,17 @@ class Axis:
         return _mean_of(total, x, group_size)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
-        """The arrays of all workers, stacked as [N, ...]; values of fewer than 32 bits travel as unsigned integers."""
+        """Return the arrays of all workers, stacked as [N, ...]; values of fewer than 32 bits travel as unsigned integers."""
         n, sent = self.size, _bits(x) if x.dtype.itemsize < 4 else x
         arrived = self._sent(lambda x: jax.lax.all_gather(x, self.mapped), lambda x: jnp.zeros((n, *x.shape), x.dtype), sent)
         return arrived if sent is x else jax.lax.bitcast_convert_type(arrived, x.dtype)
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
-        """The rows that all workers have for this one, [N, ...], if row i of each worker's `x`, [N, ...], is for worker i."""
+        """Return the rows that all workers have for this one, [N, ...], if row i of each worker's `x`, [N, ...], is for worker i."""
         return self._sent(lambda x: jax.lax.all_to_all(x, self.mapped, 0, 0), lambda x: x, x)
 
     def scatter_mean(self, x_P: jax.Array, group_size: int) -> jax.Array:
-        """This worker's share, P/L values, of the mean of a vector over a block of L workers; `gather` joins the shares.
+        """Return this worker's share, P/L values, of the mean of a vector over a block of L workers; `gather` joins the shares.
 
         Between the two, members of a block may exchange their shares with other blocks: a whole array then leaves a node
         once, not once per member. Simulated workers keep the whole mean, P values, since nothing is sent.
@@ -196,14 +202,14 @@ class Axis:
         return _mean_of(total, x_P, group_size)
 
     def own_share(self, x_P: jax.Array, group_size: int) -> jax.Array:
-        """The part of this worker's own vector at the place of its share in `scatter_mean`; sends nothing."""
+        """Return the part of this worker's own vector at the place of its share in `scatter_mean`; sends nothing."""
         if group_size == 1 or self._simulated:
             return x_P
         size = x_P.size // group_size
         return jax.lax.dynamic_slice(x_P, (self.index % group_size * size,), (size,))
 
     def gather(self, share: jax.Array, group_size: int) -> jax.Array:
-        """The vector of P values whose shares, as `scatter_mean` makes them, the `group_size` workers of a block hold."""
+        """Return the vector of P values whose shares, as `scatter_mean` makes them, the `group_size` workers of a block hold."""
         self._check_all_send("gather")
         if group_size == 1 or self._simulated:
             return share
@@ -219,7 +225,7 @@ class Axis:
         return blocks[0] if len(blocks) == 1 else blocks[self.index // group_size]
 
     def _sent(self, collective: Callable[[jax.Array], jax.Array], anything: Callable[[jax.Array], jax.Array], x: jax.Array):
-        """The result of a collective on the stages that send; on others that of `anything`, which has its shape."""
+        """Return the result of a collective on the stages that send; on others that of `anything`, which has its shape."""
         stages = self.senders
         if stages is None or len(stages) == STAGES.size:
             return collective(x)
@@ -236,7 +242,7 @@ class Axis:
 
 WORKERS = Axis((NODE, LOCAL))
 """The worker axis where each worker has its own devices."""
-SIMULATED = Axis("worker")
+SIMULATED = Axis(WORKER)
 """The worker axis where all workers are simulated on one device."""
 MAPPED = Axis()
 """The one of these two axes over which the calling function is mapped."""
@@ -244,20 +250,20 @@ STAGES = Axis(STAGE)
 """The axis of the pipeline stages of one worker."""
 
 
-def mean_bytes(size: int, dtype: Any, num_workers: int, wire_dtype: Any = None) -> float:
-    """Bytes that each of N workers sends in an `Axis.mean` of `size` values: 2(N−1)/N times their bytes in the type that travels."""
+def mean_bytes(size: int, dtype: DType, num_workers: int, wire_dtype: DType | None = None) -> float:
+    """Return the bytes that each of N workers sends in an `Axis.mean` of `size` values: 2(N−1)/N times theirs in the type that travels."""
     if wire_dtype is not None and num_workers > 1:
         size, dtype = size + -size % num_workers, wire_dtype
     return 2 * (num_workers - 1) / num_workers * size * jnp.dtype(dtype).itemsize
 
 
 def between_cpu_processes() -> bool:
-    """Whether collectives run between processes on CPUs, where gloo carries them."""
+    """Return whether collectives run between processes on CPUs, where gloo carries them."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def _mean_of(total: Callable[[jax.Array], jax.Array], x: jax.Array, count: int) -> jax.Array:
-    """The mean of `count` arrays, from the collective that adds them up, in the type that travels.
+    """Return the mean of `count` arrays, from the collective that adds them up, in the type that travels.
 
     A float16 sum could exceed 65504, so float16 values are divided first, by the next power of two. This is exact except for values below
     6e-5 times that power, which are rounded to multiples of 6e-8 times it. Other types have the range of float32.

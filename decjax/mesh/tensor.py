@@ -1,12 +1,13 @@
 """The devices of a tensor-parallel group: how arrays are divided between them, and functions that each runs by itself."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from decjax.mesh.axis import Axis
+from decjax.typing import PyTree
 
 TENSOR = "tensor"
 GROUP = Axis(TENSOR)
@@ -14,12 +15,12 @@ GROUP = Axis(TENSOR)
 
 
 def tensor_size() -> int:
-    """K, the number of devices in a tensor-parallel group; 1 where there is none."""
+    """Return K, the number of devices in a tensor-parallel group; 1 where there is none."""
     return jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
 
 
 def divide(x: jax.Array, axis: int | None) -> jax.Array:
-    """`x`, laid out within its tensor-parallel group: divided along `axis`, or, for None, whole on every device.
+    """Lay `x` out within its tensor-parallel group: divided along `axis`, or, for None, whole on every device.
 
     Values do not change. Without such a group this does nothing.
     """
@@ -38,17 +39,17 @@ class EachDevice(NamedTuple):
         of_each_device: the tree, with leaves [K, …], one entry on each device.
     """
 
-    of_each_device: Any
+    of_each_device: PyTree
 
 
-def for_each_device(tree: Any) -> Any:
-    """The tree in the form that `each_device` takes, equal on all devices of the group; unchanged where there is no group."""
+def for_each_device(tree: PyTree) -> PyTree:
+    """Return the tree in the form that `each_device` takes, equal on all devices of the group; unchanged where there is no group."""
     K = tensor_size()
     return tree if K == 1 else EachDevice(jax.tree.map(lambda x: divide(jnp.broadcast_to(x, (K, *jnp.shape(x))), 0), tree))
 
 
-def each_device(fn: Callable[[Any, Any], tuple[Any, Any]], own: Any, shared: Any) -> tuple[Any, Any]:
-    """The results of a function that each device of a tensor-parallel group runs by itself, on the values that it holds.
+def each_device(fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], own: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+    """Return the results of a function that each device of a tensor-parallel group runs by itself, on the values that it holds.
 
     Args:
         fn: `fn(own, shared) -> (own, shared)` of one device. It may use `own_rows`, `all_rows` and `own_key`, and `Axis.exchange` along
@@ -68,7 +69,7 @@ def each_device(fn: Callable[[Any, Any], tuple[Any, Any]], own: Any, shared: Any
 
 
 def each_part(fn: Callable[..., jax.Array], arrays: Sequence[jax.Array], axes: Sequence[int]) -> jax.Array:
-    """The result of a function that each device of a tensor-parallel group runs by itself, on the parts of arrays that it holds.
+    """Return the result of a function that each device of a tensor-parallel group runs by itself, on the parts of arrays that it holds.
 
     Args:
         fn: of one device's part of each array; it may communicate along `GROUP`, and so must not be differentiated. Its result must be

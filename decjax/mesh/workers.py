@@ -1,9 +1,8 @@
 """The mesh of workers, and functions of one worker (or one stage of it) mapped over them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 from jax import core
@@ -14,7 +13,9 @@ import numpy as np
 from decjax import options
 from decjax.mesh.axis import LOCAL, NODE, SIMULATED, STAGE, WORKERS, Axis, between_cpu_processes
 from decjax.mesh.tensor import TENSOR, EachDevice, divide
+from decjax.options import Count
 from decjax.program import order
+from decjax.typing import Device, Jitted, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +105,8 @@ class Workers:
         """The sharding of an array that every device holds whole."""
         return self._sharding(jax.sharding.PartitionSpec())
 
-    def shardings(self, tree: Any) -> Any:
-        """The sharding of each array of stacked state; which axis a tensor-parallel group divides follows from the array's path."""
+    def shardings(self, tree: PyTree) -> PyTree:
+        """Return the sharding of each array of stacked state; which axis a tensor-parallel group divides follows from the array's path."""
         if self.tensor == 1:
             return jax.tree.map(lambda x: self.stacked, tree)
 
@@ -118,7 +119,7 @@ class Workers:
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
     def _divided_axis(self, path, shape) -> int | None:
-        """The axis that a tensor-parallel group divides, counted from the end; None: none."""
+        """Return the axis that a tensor-parallel group divides, counted from the end; None: none."""
         if jax.tree_util.GetAttrKey(EachDevice._fields[0]) in path:
             return -len(shape)
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -126,7 +127,7 @@ class Workers:
         return axis if axis is not None and len(shape) >= -axis and shape[axis] % self.tensor == 0 else None
 
     def map(self, fn: Callable, in_axes: Sequence[int | None]) -> Callable:
-        """A function of one worker as a function of all: of stacked arguments, with stacked results. Not jitted.
+        """Return a function of one worker as a function of all: of stacked arguments, with stacked results. Not jitted.
 
         Args:
             fn: function of one worker's (or stage's) pytrees, which may use collectives along `axis` and `STAGES`.
@@ -145,7 +146,7 @@ class Workers:
 
         return checked
 
-    def _check_stacked(self, args: Sequence[Any]) -> None:
+    def _check_stacked(self, args: Sequence[PyTree]) -> None:
         sizes = (self.num_workers, self.stages)[: self.num_axes]
         for path, x in jax.tree.leaves_with_path(args):
             if jnp.shape(x)[: self.num_axes] != sizes:
@@ -164,8 +165,8 @@ class Workers:
         fn = order.in_order(fn) if self.on_cpu and self.tensor == 1 else fn
 
         def on_device(*args):
-            own = [arg if axis is None else jax.tree.map(lambda x: x[first], arg) for arg, axis in zip(args, in_axes)]
-            return jax.tree_util.tree_map_with_path(lay_out, fn(*own))
+            local = [arg if axis is None else jax.tree.map(lambda x: x[first], arg) for arg, axis in zip(args, in_axes)]
+            return jax.tree_util.tree_map_with_path(lay_out, fn(*local))
 
         def lay_out(path, x):
             return divide(x, self._divided_axis(path, x.shape))[(None,) * self.num_axes]
@@ -182,18 +183,18 @@ class Workers:
             check_vma=False,
         )
 
-    def eval_shape(self, fn: Callable, in_axes: Sequence[int | None], *args: Any) -> Any:
-        """Shapes and dtypes of the results of `map`, for arrays or shapes of its arguments."""
+    def eval_shape(self, fn: Callable, in_axes: Sequence[int | None], *args: PyTree) -> PyTree:
+        """Return shapes and dtypes of the results of `map`, for arrays or shapes of its arguments."""
         return jax.eval_shape(self.map(fn, in_axes), *args)
 
-    def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Callable:
-        """`map`, jitted; results have the layout of `shardings`, so that passing them in again compiles nothing new."""
+    def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Jitted:
+        """Jit `map`; results have the layout of `shardings`, so that passing them in again compiles nothing new."""
         # With a tensor axis the layout depends on the array, and `map` has fixed it already.
-        out_shardings: dict[str, Any] = {} if self.tensor > 1 else {"out_shardings": self.stacked}
-        return jax.jit(self.map(fn, in_axes), donate_argnums=tuple(donate_argnums), **out_shardings)
+        jit = jax.jit if self.tensor > 1 else functools.partial(jax.jit, out_shardings=self.stacked)
+        return jit(self.map(fn, in_axes), donate_argnums=tuple(donate_argnums))
 
-    def stack(self, tree: Any) -> Any:
-        """Stacked state in which every worker has a copy of `tree`, whose leaves are [...], or [S, ...] with stages.
+    def stack(self, tree: PyTree) -> PyTree:
+        """Return stacked state in which every worker has a copy of `tree`, whose leaves are [...], or [S, ...] with stages.
 
         With several processes it is the tree of the first one, so that all workers start from the same values. A collective: all
         processes must call it, with trees of the same shapes.
@@ -207,19 +208,16 @@ class Workers:
             if jax.process_count() > 1:
                 bare, with_keys = _without_keys(tree)
                 tree = with_keys(multihost_utils.broadcast_one_to_all(bare))
-            tree = jax.tree.map(self._moved, tree)
+            # Arrays that were put on other devices move to those of the workers.
+            tree = jax.tree.map(lambda x: jax.device_put(x, self.replicated) if getattr(x, "committed", False) else x, tree)
         return jax.jit(copy, out_shardings=self.shardings(jax.eval_shape(copy, tree)))(tree)
 
-    def _moved(self, x: Any) -> Any:
-        """`x`, on the workers' devices if it was put on others."""
-        return jax.device_put(x, self.replicated) if getattr(x, "committed", False) else x
-
-    def one_device(self, tree: Any) -> Any:
-        """Shapes and dtypes of one worker's, or one stage's, part of stacked state."""
+    def one_device(self, tree: PyTree) -> PyTree:
+        """Return shapes and dtypes of one worker's, or one stage's, part of stacked state."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[self.num_axes :], x.dtype), tree)
 
-    def build(self, values: Callable[[int], Any]) -> Any:
-        """Stacked arrays made of a pytree `values(worker)` for each worker of this process, the same for all its stages."""
+    def build(self, values: Callable[[int], PyTree]) -> PyTree:
+        """Return stacked arrays made of a pytree `values(worker)` for each worker of this process, the same for all its stages."""
         bare, with_keys = zip(*(_without_keys(values(worker)) for worker in self.own))
         rows = [jax.tree.map(np.asarray, tree) for tree in bare]
         _check_alike(dict(zip(self.own, rows)))
@@ -227,18 +225,18 @@ class Workers:
 
     def _stacked_rows(self, rows: dict[int, np.ndarray]) -> jax.Array:
         rows = {worker: row.reshape((1,) * (self.num_axes - 1) + row.shape) for worker, row in rows.items()}
-        shape = (self.num_workers, self.stages)[: self.num_axes] + rows[self.own[0]].shape[self.num_axes - 1 :]
+        shape = (self.num_workers, self.stages)[: self.num_axes] + next(iter(rows.values())).shape[self.num_axes - 1 :]
         if self.simulated:
             return jax.device_put(np.broadcast_to(np.stack(list(rows.values())), shape), self.stacked)
         return jax.make_array_from_callback(shape, self.stacked, lambda index: rows[_worker(index)][None])
 
-    def place(self, tree: Any) -> Any:
-        """Stacked NumPy arrays, which every process has whole, as arrays on the workers' devices."""
+    def place(self, tree: PyTree) -> PyTree:
+        """Put stacked NumPy arrays, which every process has whole, on the workers' devices."""
         return jax.tree.map(
             lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), tree, self.shardings(tree)
         )
 
-    @functools.cached_property
+    @property
     def own(self) -> tuple[int, ...]:
         """Indices of the workers whose state this process holds."""
         if self.simulated:
@@ -246,8 +244,8 @@ class Workers:
         index_map = self.whole.stacked.addressable_devices_indices_map((self.num_workers,))
         return tuple(sorted(set(map(_worker, index_map.values()))))
 
-    def fetch(self, tree: Any) -> Any:
-        """Stacked or replicated arrays as NumPy arrays, whole in every process; random keys stay keys.
+    def fetch(self, tree: PyTree) -> PyTree:
+        """Return stacked or replicated arrays as NumPy arrays, whole in every process; random keys stay keys.
 
         A collective: all processes must call it.
         """
@@ -255,16 +253,16 @@ class Workers:
         return with_keys(jax.tree.map(np.asarray, self._replicate(bare)))
 
     def fetch_first(self, x: jax.Array) -> np.ndarray:
-        """`fetch` of an array that is the same on all stages of a worker, without its stage axis: [N, ...]."""
+        """Fetch an array that is the same on all stages of a worker, without its stage axis: [N, ...]."""
         return self.fetch(x)[:, 0] if self.stages > 1 else self.fetch(x)
 
     @functools.cached_property
     def _replicate(self) -> Callable:
-        return jax.jit(lambda tree: tree, out_shardings=self.replicated)  # Kept: a new one each time would compile anew.
+        return jax.jit(lambda tree: tree, out_shardings=self.replicated)  # Cached, since a new function would be compiled again.
 
 
-def _without_keys(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """(the tree with random keys replaced by their data, a function that turns such data back into keys)."""
+def _without_keys(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Return (the tree with random keys replaced by their data, a function that turns such data back into keys)."""
     leaves, structure = jax.tree.flatten(tree)
     is_key = [jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key) for x in leaves]
 
@@ -277,26 +275,26 @@ def _without_keys(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     return structure.unflatten(jax.random.key_data(x) if key else x for x, key in zip(leaves, is_key)), with_keys
 
 
-def _worker(index: Any) -> int:
-    """The first worker of a part of a stacked array."""
-    return index[0].start or 0
+def _worker(index: Sequence[slice] | None) -> int:
+    """Return the first worker of a part of a stacked array."""
+    return index[0].start or 0 if index else 0
 
 
 @options.checked
 def make_workers(
-    num_workers: int,
+    num_workers: Count,
     *,
-    local_size: int = 1,
-    stages: int = 1,
-    tensor: int = 1,
+    local_size: Count = 1,
+    stages: Count = 1,
+    tensor: Count = 1,
     simulate: bool = False,
-    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    devices: Sequence[Device] | None = None,
     divided: Sequence[tuple[str, int]] = (),
 ) -> Workers:
-    """N workers of S·T devices each, placed on the devices of all processes, or simulated on one device.
+    """Return N workers of S·T devices each, placed on the devices of all processes, or simulated on one device.
 
     Args:
-        num_workers: N ≥ 1.
+        num_workers: N.
         local_size: L, workers that share a node; divides N.
         stages: S, pipeline stages of a worker.
         tensor: T, devices that divide the arrays of a stage.
@@ -310,25 +308,11 @@ def make_workers(
             processes or T > 1.
     """
     if simulate:
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"simulate runs all workers on one device, but there are {jax.process_count()} processes; start a single one"
-            )
-        return simulated_workers(num_workers, local_size=local_size, stages=stages, tensor=tensor, divided=divided)
-    _check_sizes(num_workers, local_size, stages, tensor)
+        _refuse(_not_simulated(tensor))
+        return simulated_workers(num_workers, local_size=local_size, stages=stages, divided=divided)
     ordered, devices = devices is not None, jax.devices() if devices is None else devices
-    size = stages * tensor
-    needed, each = num_workers * size, f" of stages={stages} x tensor={tensor}" if size > 1 else ""
-    if len(devices) < needed:
-        fits = f"use workers={len(devices) // size}" if len(devices) >= size else f"use stages x tensor <= {len(devices)}"
-        raise ValueError(
-            f"workers={num_workers}{each} but there are {len(devices)} devices; {fits} or simulate the workers on one device"
-        )
-    if jax.process_count() > 1 and len(devices) != needed:
-        raise ValueError(
-            f"workers={num_workers}{each} but {jax.process_count()} processes hold {len(devices)} devices; "
-            "with several processes every device belongs to a worker"
-        )
+    needed = num_workers * stages * tensor
+    _refuse(_not_placed(num_workers, local_size, stages, tensor, len(devices)))
     shape, axes = (num_workers // local_size, local_size, stages, tensor), (NODE, LOCAL, STAGE, TENSOR)
     types = (jax.sharding.AxisType.Auto,) * 4
     if ordered:
@@ -336,27 +320,55 @@ def make_workers(
     else:
         mesh = jax.make_mesh(shape, axes, axis_types=types, devices=devices[:needed])
     workers = Workers(num_workers, local_size, mesh, stages, tuple(divided))
-    if (
-        workers.on_cpu and tensor > 1
-    ):  # See `program.order`: no program of this process goes into the compilation cache from here on.
+    if workers.on_cpu and tensor > 1:  # See `program.order`: from here on, this process must not cache compiled programs.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
     return workers
 
 
+@options.checked
 def simulated_workers(
-    num_workers: int, *, local_size: int = 1, stages: int = 1, tensor: int = 1, divided: Sequence[tuple[str, int]] = ()
+    num_workers: Count, *, local_size: Count = 1, stages: Count = 1, divided: Sequence[tuple[str, int]] = ()
 ) -> Workers:
-    """`make_workers` with `simulate`, without starting JAX's devices, so that shapes can be traced before."""
-    _check_sizes(num_workers, local_size, stages, tensor)
-    if tensor > 1:
-        raise ValueError(
-            f"tensor={tensor} with simulate: one device cannot divide arrays; use tensor=1, whose trajectory is the same"
-        )
+    """Return workers as `make_workers` does with `simulate`, without starting JAX's devices, so that shapes can be traced before."""
+    _refuse(_not_divisible(num_workers, local_size))
     return Workers(num_workers, local_size, None, stages, tuple(divided))
 
 
+def _refuse(problems: Iterator[str]) -> None:
+    """Raise a ValueError for the first problem."""
+    for problem in problems:
+        raise ValueError(problem)
+
+
+def _not_divisible(num_workers: int, local_size: int) -> Iterator[str]:
+    if num_workers % local_size:
+        fits = [size for size in range(1, num_workers + 1) if num_workers % size == 0]
+        yield f"local_size={local_size} does not divide workers={num_workers}; use one of {fits}"
+
+
+def _not_simulated(tensor: int) -> Iterator[str]:
+    if jax.process_count() > 1:
+        yield f"simulate runs all workers on one device, but there are {jax.process_count()} processes; start a single one"
+    if tensor > 1:
+        yield f"tensor={tensor} with simulate: one device cannot divide arrays; use tensor=1, whose trajectory is the same"
+
+
+def _not_placed(num_workers: int, local_size: int, stages: int, tensor: int, num_devices: int) -> Iterator[str]:
+    yield from _not_divisible(num_workers, local_size)
+    size = stages * tensor
+    needed, called = num_workers * size, f"workers={num_workers}" + (f" of stages={stages} x tensor={tensor}" if size > 1 else "")
+    if num_devices < needed:
+        fits = f"use workers={num_devices // size}" if num_devices >= size else f"use stages x tensor <= {num_devices}"
+        yield f"{called} but there are {num_devices} devices; {fits} or simulate the workers on one device"
+    if jax.process_count() > 1 and num_devices != needed:
+        yield (
+            f"{called} but {jax.process_count()} processes hold {num_devices} devices; "
+            "with several processes every device belongs to a worker"
+        )
+
+
 def one_by_one(fn: Callable) -> Callable:
-    """A function of one worker without collectives, which simulated workers on a CPU compute one after the other.
+    """Return a function of one worker without collectives, which simulated workers on a CPU compute one after the other.
 
     On a CPU the caches hold what one worker computes, but not what all do, and operations that are batched over weights are slow. On
     other platforms, and where workers are devices of their own, it is the function itself.
@@ -370,18 +382,7 @@ def one_by_one(fn: Callable) -> Callable:
     return mapped
 
 
-def _check_sizes(num_workers: int, local_size: int, stages: int, tensor: int) -> None:
-    for what, value in (("workers", num_workers), ("stages", stages), ("tensor", tensor)):
-        if value < 1:
-            raise ValueError(f"{what}={value}: at least one {'worker' if what == 'workers' else 'device'} is needed")
-    if local_size < 1 or num_workers % local_size:
-        raise ValueError(
-            f"local_size={local_size} does not divide workers={num_workers}; "
-            f"use one of {[d for d in range(1, num_workers + 1) if num_workers % d == 0]}"
-        )
-
-
-def _check_alike(rows: dict[int, Any]) -> None:
+def _check_alike(rows: dict[int, PyTree]) -> None:
     """Raise a ValueError that names the worker whose values have other shapes or types than those of the first one."""
     kinds = [(jax.tree.structure(row), [(x.shape, x.dtype) for x in jax.tree.leaves(row)]) for row in rows.values()]
     if all(kind == kinds[0] for kind in kinds):  # Every batch passes here; names are made for errors only.
@@ -393,8 +394,8 @@ def _check_alike(rows: dict[int, Any]) -> None:
     for worker, row in others:
         if row != first[1]:
             name = next(name for name in first[1] | row if first[1].get(name) != row.get(name))
-            given, wanted = (" of ".join(map(str, shape)) if (shape := each.get(name)) else "missing" for each in (row, first[1]))
+            here, there = (" of ".join(map(str, shape)) if (shape := own.get(name)) else "missing" for own in (row, first[1]))
             raise ValueError(
-                f"worker {worker}: array{' ' * bool(name)}{name} is {given}, and {wanted} on worker {first[0]}; give all workers arrays "
+                f"worker {worker}: array{' ' * bool(name)}{name} is {here}, and {there} on worker {first[0]}; give all workers arrays "
                 "of the same shapes and types"
             )

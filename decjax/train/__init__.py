@@ -5,15 +5,13 @@ run          the training loop: work directory, logging, signals, summary
 members      the processes that train together: the same from start to end, or a group that changes
 step         the train step of one worker
 state        the training state of all workers
-pace         the seconds of steps, for methods that decide by them
-engine       the compiled step: as one program, or with the exchange beside the gradient
+engine       the compiled step: as one program, or with the exchange in a thread of its own
 divide       splits an update into what needs no message and what each message completes
-evaluate     evaluation of the averaged model and of every worker's own
-checkpoint   checkpoints with Orbax, written while training goes on, and the search for the newest that is not damaged
-contents     the records of a checkpoint besides the state: checksums, and the names and shapes of its arrays
-workdir      the check that a directory belongs to the run, and the lock on it
-summary      what a run comes to
-metrics      where the numbers of a run go: metrics.jsonl, TensorBoard, Weights & Biases, or a tracker of one's own
+evaluate     evaluation of the averaged model and of each worker's model
+checkpoint   checkpoints with Orbax, written while training continues, and the search for the newest undamaged one
+workdir      the check that a directory belongs to the run, its locks, and the run whose replicas it starts from
+summary      results of a run
+metrics      trackers of a run's metrics: metrics.jsonl, TensorBoard, Weights & Biases
 """
 
 from decjax.errors import CheckpointError, ConfigError, Diverged, TrainingError

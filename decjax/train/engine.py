@@ -2,12 +2,11 @@
 
     fused    One executable. Where the exchange does not need the gradient (order "awc", stale all-reduce), the compiler of a GPU or
              TPU starts it before the forward pass and waits for it after the backward pass.
-    split    Several executables, because CPU devices overlap nothing within one. The exchange has a few parts. A thread of its own
-             dispatches their messages, one part after the other; meanwhile the main thread dispatches the gradient and all of the
-             update that needs no message, and, as each part arrives, its decoding and what it completes. A step returns when its
-             exchange is complete, so that the collectives of one step never meet those of the next. The gradient itself must have no
-             collectives: with stages or tensor-parallel groups, processes could take those of the two threads in different orders,
-             so that case raises an error.
+    split    Several executables, because CPU devices overlap nothing within one. A second thread dispatches the messages of the
+             exchange, part by part. Meanwhile the main thread dispatches the gradient and the part of the update that needs no message,
+             and, as each part arrives, its decoding and what it completes. A step returns when its exchange is complete, so that
+             collectives of two steps never overlap. The gradient must have no collectives: with stages or tensor-parallel groups,
+             processes could order those of the two threads differently, so that case raises an error.
 
 A step is compiled once for each phase of the topology, so that no program contains a conditional over phases; and, for tasks whose
 batches have a few shapes, once for each of these.
@@ -17,7 +16,7 @@ from collections.abc import Callable
 import concurrent.futures
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 import warnings
 
 import jax
@@ -30,6 +29,7 @@ from decjax.optim.method import Method
 from decjax.program import hlo, jaxpr
 from decjax.train.state import State
 from decjax.train.step import Step
+from decjax.typing import Jitted, PyTree
 
 PARTS = 8  # of a split exchange, at most; links are idle while the first is encoded and the last decoded
 
@@ -40,7 +40,7 @@ class Program(NamedTuple):
     run: Callable  # (state, batch, number) -> (state, loss_N); with stages loss_NxS, whose columns are equal
     sent: dict[
         str, np.ndarray
-    ]  # "worker": bytes that each worker's devices send to other ones, [N]; unless simulated, also "stage"
+    ]  # bytes that each worker sends, [N], to other workers ("worker") and, unless simulated, stages ("stage")
     executables: tuple[jax.stages.Compiled, ...]
 
 
@@ -67,53 +67,53 @@ def choose(engine: Engine, method: Method, workers: mesh.Workers) -> str:
 
 
 def compile_per_phase(step: Step, engine: Engine = "fused") -> Callable[..., Program]:
-    """`program(phase, state, batch, number) -> Program`, compiled once per phase and shape of the batch; for engines see `choose`.
+    """Return `program(phase, state, batch, number) -> Program`, compiled once per phase and shape of the batch; see `choose`.
 
-    The step's state is donated. Bytes are read from the compiled collectives; the declared ones are used where workers are
-    simulated, so that nothing is sent, and where the phase is traced, so that one program holds the messages of all phases.
+    The step's state is donated. Bytes are read from the compiled collectives. The declared ones are used where nothing is sent, since
+    workers are simulated, and where one program holds the messages of all phases, since the phase is traced.
     """
     workers, method = step.workers, step.method
     compile_phase = _split(step) if choose(engine, method, workers) == "split" else functools.partial(_fused, step)
-    compiled: dict[Any, Program] = {}
+    compiled: dict[tuple, Program] = {}
 
     def program(phase, state, batch, number):
-        known = phase, *(x.shape for x in jax.tree.leaves(batch))
-        if known not in compiled:
+        key = phase, *(x.shape for x in jax.tree.leaves(batch))
+        if key not in compiled:
             run, executables = compile_phase(phase, state, batch, number)
-            sent: dict[str, Any] = {}
+            sent: dict[str, np.ndarray] = {}
             if workers.mesh is not None:
-                found = [hlo.bytes_by_axis(hlo.text(executable), workers.sizes) for executable in executables]
-                sent = {axis: sum(of[axis] for of in found) for axis in found[0]}
+                counts = [hlo.bytes_by_axis(hlo.text(executable), workers.sizes) for executable in executables]
+                sent = {axis: np.sum([count[axis] for count in counts], axis=0) for axis in counts[0]}
             if workers.mesh is None or phase is None:
                 sent["worker"] = workers.stages * method.num_bytes(workers.one_device(state.params), phase)
-            compiled[known] = Program(run, sent, executables)
-        return compiled[known]
+            compiled[key] = Program(run, sent, executables)
+        return compiled[key]
 
     return program
 
 
 def compile_update(
-    step: Step, engine: Engine, phase: int | None, state: State, grads: Any, messages: Callable[[Callable], Callable]
-) -> Callable[[State, Any], State]:
-    """What a step does beside its gradient, compiled for one phase: `(state, grads) -> state`; it may reuse the state's memory.
+    step: Step, engine: Engine, phase: int | None, state: State, grads: PyTree, messages: Callable[[Callable], Callable]
+) -> Callable[[State, PyTree], State]:
+    """Compile a step without its gradient for one phase: `(state, grads) -> state`; it may reuse the state's memory.
 
     `messages(fn) -> fn` is applied to the functions that send, so that a step can be timed without its messages.
     """
     workers, method = step.workers, step.method
     if choose(engine, method, workers) == "fused":
         return workers.jit(messages(functools.partial(step.update, phase=phase)), (0, 0), donate_argnums=(0,))
-    thread, given = concurrent.futures.ThreadPoolExecutor(1), lambda params, source, grads, number: (None, grads, source)
-    split = _Split(given, *_compiled_exchange(step, phase, state, grads, messages))
+    thread, gradient = concurrent.futures.ThreadPoolExecutor(1), lambda params, source, grads, number: (None, grads, source)
+    split = _Split(gradient, *_compiled_exchange(step, phase, state, grads, messages))
     return lambda state, grads: split.run(workers, thread, state, grads, None)[0]
 
 
-def whole_step(step: Step, phase: int | None) -> Callable:
-    """The jitted step that engine "fused" compiles for a phase: `(state, batch, number) -> (state, loss_N)`."""
+def whole_step(step: Step, phase: int | None) -> Jitted:
+    """Return the jitted step that engine "fused" compiles for a phase: `(state, batch, number) -> (state, loss_N)`."""
     return step.workers.jit(functools.partial(step.train_step, phase=phase), (0, 0, None), donate_argnums=(0,))
 
 
 def _early_exchange(platform: str | None, routes: list[tuple[str, str]]) -> dict[str, bool | int]:
-    """Compiler options for an exchange that does not need the gradient: start it as early and wait for it as late as possible.
+    """Return compiler options for an exchange that does not need the gradient: start it as early and end it as late as possible.
 
     By default the compilers of GPUs and TPUs assume fast links and start late, and they allow only one message in flight (GPU) or
     five (TPU), so that the others are sent after the backward pass.
@@ -152,7 +152,7 @@ class _Split(NamedTuple):
 
     take_gradient: Callable  # (params, source, batch, number) -> (loss, grads, source)
     parts: list[_Part]
-    prepare: jax.stages.Compiled  # known -> for each part the values that need no message
+    prepare: jax.stages.Compiled  # known, which is (state, grads) -> for each part the values that need no message
     joins: list[jax.stages.Compiled]  # (known, prepared, *received) -> the leaves of the next state that a part completes
 
     def run(self, workers, thread, state, batch, number):
@@ -160,22 +160,22 @@ class _Split(NamedTuple):
         for part in self.parts:
             encoded.append(part.encode(inputs))
             if workers.on_cpu and not arriving:
-                jax.block_until_ready(encoded)  # Beside the gradient it would take several times as long, and links be idle.
-            arriving.append(thread.submit(lambda own, part=part: jax.block_until_ready(part.travel(inputs, own)), encoded[-1]))
+                jax.block_until_ready(encoded)  # During the gradient it would take several times as long.
+            arriving.append(thread.submit(lambda sent, part=part: jax.block_until_ready(part.travel(inputs, sent)), encoded[-1]))
         if workers.on_cpu and not workers.needs_sender:
             concurrent.futures.wait(arriving)  # Devices of one process share threads, which waiting collectives could all occupy.
         try:
             return self._completed(state, inputs, encoded, arriving, batch, number)
         except BaseException:
-            for message in arriving:  # Those that have not begun must not be taken for a part of a later step.
+            for message in arriving:  # A later step must not receive those that have not begun.
                 message.cancel()
             raise
 
     def _completed(self, state, inputs, encoded, arriving, batch, number):
         loss_N, grads, source = self.take_gradient(state.params, state.source, batch, number)
         known, leaves, received = (state._replace(source=source), grads), {}, []
-        for part, arrived, own, prepared, join in zip(self.parts, arriving, encoded, self.prepare(known), self.joins, strict=True):
-            received.append(part.decode(inputs, own, arrived.result()))
+        for part, arrived, sent, prepared, join in zip(self.parts, arriving, encoded, self.prepare(known), self.joins, strict=True):
+            received.append(part.decode(inputs, sent, arrived.result()))
             leaves |= join(known, prepared, *received)
         tree = jax.tree.structure(state)
         return tree.unflatten([leaves[leaf] for leaf in range(tree.num_leaves)]), loss_N
@@ -202,7 +202,7 @@ def _split(step):
 
 
 def _compiled_exchange(step, phase, state, grads, messages=lambda fn: fn):
-    """(parts, prepare, joins) of a phase; see `_Split`, and `compile_update` for `messages`."""
+    """Return (parts, prepare, joins) of a phase; see `_Split`, and `compile_update` for `messages`."""
     workers, known = step.workers, (state, grads)
     exchange = _traced(workers, functools.partial(step.method.exchange, phase=phase), (state.params, state.opt_state))
     cut = jaxpr.parts(exchange, most=PARTS)
@@ -216,36 +216,34 @@ def _compiled_exchange(step, phase, state, grads, messages=lambda fn: fn):
     ready = _compiled(workers, prepare, known)
     joins = []
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # About donated scalars that no result can reuse.
-        for k, (own, completion) in enumerate(zip(ready.out_info, completions, strict=True)):
+        for k, (prepared, completion) in enumerate(zip(ready.out_info, completions, strict=True)):
             arrived = (part.decode.out_info for part in parts[: k + 1])
-            joins.append(_compiled(workers, completion, known, own, *arrived, donated=(1,)))
+            joins.append(_compiled(workers, completion, known, prepared, *arrived, donated=(1,)))
     return parts, ready, joins
 
 
 def _traced(workers, fn, stacked, *further) -> jaxpr.Traced:
-    """A function of one worker, given stacked arrays and further shapes, with the worker's index as the first input."""
-    found = []
+    """Trace a function of one worker, for stacked arrays and further shapes, with the worker's index as the first input."""
+    traced = []
 
-    def trace(*own):
-        found.append(jaxpr.trace(workers.axis.indexed(fn), workers.axis.index, *own, *further))
+    def trace(*args):
+        traced.append(jaxpr.trace(workers.axis.indexed(fn), workers.axis.index, *args, *further))
 
     workers.eval_shape(trace, (0,) * len(stacked), *stacked)  # Axis names are defined inside only.
-    return found[0]
+    return traced[0]
 
 
 def _compiled(workers, fn, known, *args, donated=()):
-    """`fn((index, known), *args)`, a function of one worker, for stacked arrays."""
+    """Compile `fn((index, known), *args)`, a function of one worker, for stacked arrays."""
 
-    def own(known, *args):
+    def with_index(known, *args):
         return fn((workers.axis.index, known), *args)
 
-    return workers.jit(own, (0,) * (1 + len(args)), donate_argnums=donated).lower(known, *args).compile()
+    return workers.jit(with_index, (0,) * (1 + len(args)), donate_argnums=donated).lower(known, *args).compile()
 
 
 def _compiled_part(workers, exchange, inputs, messages) -> _Part:
-    """The programs of a part of the exchange."""
     pieces = jaxpr.cut_at_messages(exchange)
     encode = _compiled(workers, pieces.encode, inputs)
-    # `_Split.run` runs it in a thread of its own.
-    travel = _compiled(workers.aside, messages(pieces.travel), inputs, encode.out_info)
+    travel = _compiled(workers.aside, messages(pieces.travel), inputs, encode.out_info)  # `_Split.run` runs it in a second thread.
     return _Part(encode, travel, _compiled(workers, pieces.decode, inputs, encode.out_info, travel.out_info))

@@ -1,15 +1,17 @@
-"""Evaluation of the averaged model and of every worker's own model; the training state is not changed."""
+"""Evaluation of the averaged model and of each worker's model; the training state is not changed."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from decjax import mesh
+from decjax.pipeline.source import Measure
+from decjax.typing import PyTree
 
-Measure = Callable[[Any, Any, Any], tuple[dict[str, jax.Array], jax.Array]]
+WEIGHT = "weight of examples"  # an entry beside the task's metrics
 
 
 class Evaluation(NamedTuple):
@@ -17,8 +19,8 @@ class Evaluation(NamedTuple):
 
     Attributes:
         averaged: of the averaged model.
-        local: of each worker's own model, [N]; empty where these were left out.
-        coded: of the averaged model with its activations between stages compressed; None where they are not.
+        local: of each worker's model, [N]; empty if they were not evaluated.
+        coded: of the averaged model with compressed activations between stages; None if they are not compressed.
     """
 
     averaged: Mapping[str, float]
@@ -26,8 +28,8 @@ class Evaluation(NamedTuple):
     coded: Mapping[str, float] | None = None
 
 
-def _chunks(examples: Any, count: int, batch_size: int) -> tuple[Any, np.ndarray]:
-    """Pads examples [W, …] to (count, C, B, …) with C as small as possible; the mask (count, C, B) is 0 on padding."""
+def _chunks(examples: PyTree, count: int, batch_size: int) -> tuple[PyTree, np.ndarray]:
+    """Pad examples [W, …] to (count, C, B, …) with C as small as possible; the mask (count, C, B) is 0 on padding."""
     W = len(jax.tree.leaves(examples)[0])
     C = -(-W // (count * batch_size))
     total = count * C * batch_size
@@ -36,13 +38,12 @@ def _chunks(examples: Any, count: int, batch_size: int) -> tuple[Any, np.ndarray
 
 
 def make_evaluate(
-    measure: Measure, workers: mesh.Workers, examples: Any, batch_size: int, coded: Measure | None = None, local: bool = True
-) -> Callable[[Any, Any], Evaluation]:
-    """Compiles the evaluation of the workers' models, and of their average, on fixed examples.
+    measure: Measure, workers: mesh.Workers, examples: PyTree, batch_size: int, coded: Measure | None = None, local: bool = True
+) -> Callable[[PyTree, PyTree], Evaluation]:
+    """Compile the evaluation of the workers' models, and of their average, on fixed examples.
 
-    The averaged model is evaluated by all workers together, each on a part of the examples; every local model on all of them.
+    All workers evaluate the averaged model together, each on a part of the examples, and with `local` each its own on all of them.
     Examples are a pytree of NumPy arrays [W, …]; `coded` is `measure` with compressed messages between stages, if there are any.
-    Without `local` the averaged model alone is evaluated.
 
     Returns:
         `evaluate(models, average) -> Evaluation`, of (parameters, variables) stacked over workers, and of the averaged model's. A
@@ -74,6 +75,3 @@ def make_evaluate(
         return Evaluation(joint(together, average), own, joint(coded_together, average) if coded else None)
 
     return evaluate
-
-
-WEIGHT = "weight of examples"  # an entry beside the task's metrics

@@ -10,22 +10,23 @@ import os
 import pathlib
 import signal
 import time
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
 
-from decjax import files, mesh, signals
-from decjax.errors import CheckpointError, TrainingError, ViewChanged, not_written
-from decjax.train import checkpoint, contents, metrics
-from decjax.train import origin as origin_lib
+from decjax import files, signals
+from decjax.errors import CheckpointError, TrainingError, ViewChanged, not_written, translating_write_errors
+from decjax.train import checkpoint, metrics
 from decjax.train import summary as summary_lib
 from decjax.train import workdir as workdir_lib
+from decjax.train.checkpoint import steps_saved
 from decjax.train.evaluate import Evaluation
-from decjax.train.members import Members, Static
-from decjax.train.origin import Origin
+from decjax.train.members import Members
+from decjax.train.state import State
 from decjax.train.summary import Outcome
 from decjax.train.trainer import Trainer
+from decjax.typing import PyTree
 
 
 class Run:
@@ -50,26 +51,29 @@ class Run:
         resume_from: str | os.PathLike | None = None,
         members: Members | None = None,
     ):
-        self.members = members or Static(trainer)
+        self.members = members or Members(trainer)
         self.spec, self.workdir = self.members.spec, pathlib.Path(workdir)
         trainer.setup.check_memory()
-        contents.arrays_of(trainer.abstract)  # Raises before the first step if the state cannot be saved.
+        checkpoint.arrays_of(trainer.abstract)  # Raises before the first step if the state cannot be saved.
         self.note = "no checkpoint yet, starting from step 0" if metrics.read(self.workdir) else ""
         self._trackers: list[metrics.Tracker] = []  # in the process that writes metrics, during `train`
         self._tracker_factories: Sequence[Callable[[Run], metrics.Tracker]] = ()
         self._role, self._files, self._checkpoints = None, contextlib.ExitStack(), None
         self._damaged: list[int] = []  # steps of damaged checkpoints, newer than the restored one
-        self.state: Any = None
+        self.state: PyTree = None
         self.done, self._losses = 0, collections.deque()
-        self._started_s: float | None = None
+        self._started_s = 0.0  # when training began, had it run without pauses; 0: it has not begun
         # `first_step` is the step from which this run's time and bytes are counted.
         self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0, "corpus": trainer.data.fingerprint}
         if trainer.workers.stages > 1 and not trainer.workers.simulated:
             self.counters["bytes_between_stages_per_worker"] = 0.0
-        advise = functools.partial(origin_lib.advice, trainer=trainer)
+        advise = functools.partial(workdir_lib.advice, trainer=trainer)
         # Errors of the other run must be raised before anything is written.
-        is_new = self.members.restores and not workdir_lib.steps_saved(self.workdir)
-        with contextlib.ExitStack() as held, origin_lib.opened(resume_from if is_new else None, trainer, self.spec.steps) as origin:
+        is_new = self.members.restores and not steps_saved(self.workdir)
+        with (
+            contextlib.ExitStack() as held,
+            workdir_lib.opened(resume_from if is_new else None, trainer, self.spec.steps) as origin,
+        ):
             held.callback(self.members.close)
             held.enter_context(workdir_lib.claim(self.workdir, self.spec.document, advise, self.members.launch))
             held.enter_context(self._files)
@@ -84,11 +88,6 @@ class Run:
     def trainer(self) -> Trainer:
         """The trainer of the current workers."""
         return self.members.trainer
-
-    @property
-    def workers(self) -> mesh.Workers:
-        """The current workers."""
-        return self.trainer.workers
 
     @property
     def first(self) -> bool:
@@ -106,22 +105,22 @@ class Run:
 
     # -- Start --------------------------------------------------------------------------------------------------------
 
-    def _restore(self, origin: Origin | None) -> tuple[int, Any]:
+    def _restore(self, origin: workdir_lib.Origin | None) -> tuple[int, State | None]:
         """Return the first step and this process's part of the state; None stands for the initial state."""
-        if not workdir_lib.steps_saved(self.workdir):
+        if not steps_saved(self.workdir):
             if origin is None:
                 return 0, None
-            self.counters["first_step"], state, self.note = origin_lib.replicas(origin, self.members)
+            self.counters["first_step"], state, self.note = workdir_lib.replicas(origin, self.members)
             return self.counters["first_step"], state
         step, (state, counters), damage = self.checkpoints.newest(
-            lambda step: self.checkpoints.restore(step, like=self.members.like)
+            lambda step: self.checkpoints.restore(step, like=self.members.like())
         )
         if counters["corpus"] != self.counters["corpus"]:
             raise CheckpointError(
                 f"the data have changed since step {step} ({counters['corpus']} then, "
                 f"{self.counters['corpus']} now); restore them, or start in another --workdir"
             )
-        self._damaged = [newer for newer in workdir_lib.steps_saved(self.workdir) if newer > step]
+        self._damaged = [newer for newer in steps_saved(self.workdir) if newer > step]
         self.counters |= counters
         self.note = f"{damage}continuing from step {step}"
         return step, self.members.local(state)
@@ -130,7 +129,7 @@ class Run:
         """Continue with the current group, or with a later one if that ends meanwhile."""
         self._repeats_settle = False
         while True:
-            if self._started_s is not None:
+            if self._started_s:
                 self.counters["time_s"] = self._elapsed_s()
             with contextlib.suppress(ViewChanged):
                 self.state, self.done = self.members.enter(self.state, self.done, self.counters, self._stop_writing)
@@ -140,11 +139,10 @@ class Run:
             self._stop_writing()
         self._repeats_settle = self.members.joined  # The writer may have died before all of this step was written.
         self.start = self.done
-        if self._started_s is not None:
+        if self._started_s:
             self._start_clocks()
 
     def _elapsed_s(self) -> float:
-        assert self._started_s is not None
         return time.monotonic() - self._started_s
 
     def _start_clocks(self) -> None:
@@ -166,7 +164,7 @@ class Run:
         if self.members.saves:
             if self.first:
                 self._files.enter_context(workdir_lib.writing(self.workdir))
-            if damaged := [step for step in workdir_lib.steps_saved(self.workdir) if step in self._damaged]:
+            if damaged := [step for step in steps_saved(self.workdir) if step in self._damaged]:
                 self.checkpoints.set_aside(damaged)
             self.checkpoints.check()
         self._role = self.members.saves
@@ -206,11 +204,12 @@ class Run:
         self.checkpoints.check()
         # A group may begin at a step that was already recorded.
         if self.first and self.done > self._recorded.get(kind, 0):
-            for tracker in self._trackers:
-                tracker.log(self.done, kind, values)
+            with translating_write_errors(f"metrics of step {self.done}", self.workdir):
+                for tracker in self._trackers:
+                    tracker.log(self.done, kind, values)
             self._recorded[kind] = self.done
 
-    def _save(self, rows: Callable[[], Any]) -> None:
+    def _save(self, rows: Callable[[], State]) -> None:
         newest = self.checkpoints.latest() or 0
         if newest > self.done:
             raise CheckpointError(
@@ -225,7 +224,7 @@ class Run:
     def _diverged(self, what: str) -> NoReturn:
         with contextlib.suppress(CheckpointError):
             self._write(self.checkpoints.finish)  # All processes look for the last good checkpoint.
-        raise self.checkpoints.diverged(what, self.state, self.members.like)
+        raise self.checkpoints.diverged(what, self.state, self.members.like())
 
     def _row(self, time_s: float, values: dict[str, float], steps: int, duration_s: float) -> dict[str, float]:
         """Return a row of metrics: `values` and the entries of every row; the rate is that of `steps` in `duration_s`."""
@@ -238,7 +237,7 @@ class Run:
             "consensus_distance": distance,
             f"{task.item}_per_s": steps * self.trainer.spec.batch_size * task.items / duration_s,
             **{name: self.counters[name] for name in summary_lib.BYTES if name in self.counters},
-            **self.members.facts,
+            **self.members.facts(),
         }
 
     def _training_row(self) -> dict[str, float] | None:
@@ -253,7 +252,7 @@ class Run:
         now, (logged, logged_step) = time.monotonic(), self._logged
         values = summary_lib.spread("loss", float(local_N.mean()), local_N)
         row = self._row(self._elapsed_s(), values, self.done - logged_step, now - logged)
-        return row | {"learning_rate": float(self.trainer.setup.learning_rate(self.done - 1))}  # pyright: ignore[reportArgumentType]
+        return row | {"learning_rate": float(np.asarray(self.trainer.setup.learning_rate(self.done - 1)))}
 
     def _evaluation_row(self, result: Evaluation, time_s: float) -> dict[str, float]:
         if not np.isfinite(result.averaged["loss"]):
@@ -311,16 +310,11 @@ class Run:
         stop = self._repeats_settle and self.done > 0 and self._settle(caught)
         self._repeats_settle = False
         while self.done < self.spec.steps and not stop:
-            stop = self._advance(caught)
+            self._step()
+            for tracker in self._trackers:
+                tracker.step(self.done)
+            stop = self._settle(caught)
         return stop and self.done < self.spec.steps
-
-    def _advance(self, caught: list[signal.Signals]) -> bool:
-        """Take a step, and log, evaluate and save where due; return whether a signal has requested a stop."""
-        compiling_s = self._step()
-        self._logged = self._logged[0] + compiling_s, self._logged[1]  # The rate excludes compilation.
-        for tracker in self._trackers:
-            tracker.step(self.done)
-        return self._settle(caught)
 
     def _settle(self, caught: list[signal.Signals]) -> bool:
         """Log, evaluate and save after a step where due; return whether a signal has requested a stop. May be repeated for a step."""
@@ -346,12 +340,13 @@ class Run:
             self._logged = time.monotonic(), done
         return stop
 
-    def _step(self) -> float:
-        """Take one step, count its bytes and append its loss; return the seconds of compilation."""
+    def _step(self) -> None:
+        """Take one step, count its bytes and append its loss."""
         step = self.done
         batch, started_s = self.members.batch(step, self.counters), time.monotonic()
         program = self.trainer.program(self.state, batch, step)
         compiling_s = time.monotonic() - started_s
+        self._logged = self._logged[0] + compiling_s, self._logged[1]  # The rate excludes compilation.
         state, loss = self.trainer.take(program, self.state, batch, step)
         self.members.note_step(step + 1)
         self.state, self.done = state, step + 1
@@ -361,7 +356,6 @@ class Run:
         self._losses.append((step, loss))
         if len(self._losses) > 1:
             self._losses[-2][1].block_until_ready()  # One step in flight while the host prepares the next.
-        return compiling_s
 
     def title(self) -> str:
         """Such as "8 workers on 8 cpu devices, one_peer_exponential, 0.13 M parameters"."""
@@ -386,14 +380,14 @@ class Run:
         self._write(functools.partial(self._conclude, model, summary, samples))
         return Outcome(self.spec.steps, None, summary, samples[0] if samples else None)
 
-    def _conclude(self, model: tuple[Any, Any], summary: dict[str, Any], samples: list[str]) -> None:
+    def _conclude(self, model: tuple[PyTree, PyTree], summary: dict[str, PyTree], samples: list[str]) -> None:
         """Add scores to the summary and write it; append a sample of the model, such as a text, to `samples`."""
         self.checkpoints.finish()  # The last one is written in a thread.
         if not self.first:
             return
         task = self.trainer.setup.task
         summary |= {f"eval_{name}": value for name, value in task.score(*model, self.trainer.data).items()}
-        with metrics.writing(self.workdir, "summary.json"):
+        with translating_write_errors("summary.json", self.workdir):
             files.write_whole(self.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
         if sample := task.show(*model, self.trainer.data, jax.random.key(self.spec.seed)):
             samples.append(sample)

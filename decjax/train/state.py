@@ -1,6 +1,7 @@
 """The training state, stacked over workers (leaves [N, …], with stages [N, S, …]), and the average and distance of replicas."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 
 from decjax import gossip, mesh
 from decjax.optim.memories import completed, lasting
+from decjax.typing import PyTree
 
 
 class State(NamedTuple):
@@ -19,13 +21,13 @@ class State(NamedTuple):
         source: state of the gradient source, such as batch statistics, leaves [N, …].
     """
 
-    params: Any
-    opt_state: Any
-    source: Any = ()
+    params: PyTree
+    opt_state: PyTree
+    source: PyTree = ()
 
 
-def mean_over_workers(params: Any, weight_N: jax.Array | np.ndarray | None = None) -> Any:
-    """The averaged model x̄ = (1/N) Σ_i x_i, with weights Σ_i y_i x_i / Σ_i y_i, in float32 at least; integers are worker 0's."""
+def mean_over_workers(params: PyTree, weight_N: jax.Array | np.ndarray | None = None) -> PyTree:
+    """Return the averaged model x̄ = (1/N) Σ_i x_i, with weights Σ_i y_i x_i / Σ_i y_i, in float32 at least; integers are worker 0's."""
 
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -35,8 +37,8 @@ def mean_over_workers(params: Any, weight_N: jax.Array | np.ndarray | None = Non
     return jax.tree.map(mean, params)
 
 
-def averaged(state: State, mixer: gossip.Mixer | None, num_axes: int = 1) -> Any:
-    """The averaged model of a state with `num_axes` leading axes (2 with stages), weighted if its mixer has weights."""
+def averaged(state: State, mixer: gossip.Mixer | None, num_axes: int = 1) -> PyTree:
+    """Return the averaged model of a state with `num_axes` leading axes (2 with stages), weighted if its mixer has weights."""
     if not (mixer and mixer.weight):
         return mean_over_workers(state.params)
     one = mixer.weight
@@ -45,37 +47,42 @@ def averaged(state: State, mixer: gossip.Mixer | None, num_axes: int = 1) -> Any
 
 
 def consensus(state: State, mixer: gossip.Mixer | None, workers: mesh.Workers) -> State:
-    """The state with every replica replaced by the average, and the mixer's state restarted accordingly."""
-    mean = averaged(state, mixer, workers.num_axes)
+    """Return the state with every replica replaced by the average, and the mixer's state restarted accordingly."""
+    restart = workers.map(mixer.restart, (0, 0)) if mixer else None
+    return replaced(state, averaged(state, mixer, workers.num_axes), restart)
+
+
+def replaced(state: State, mean: PyTree, restart: Callable[[PyTree, PyTree], PyTree] | None) -> State:
+    """Return the state with every replica replaced by `mean`, and the mixer's state by `restart(params, state)`."""
     params = jax.tree.map(lambda x, m: jnp.broadcast_to(m.astype(x.dtype), x.shape), state.params, mean)
-    if not mixer:
+    if restart is None:
         return state._replace(params=params)
-    restarted = workers.map(mixer.restart, (0, 0))(params, state.opt_state.mixer)
+    restarted = restart(params, state.opt_state.mixer)
     return state._replace(params=params, opt_state=state.opt_state._replace(mixer=restarted))
 
 
-def consensus_distance(params: Any) -> jax.Array:
-    """The consensus distance Ξ = sqrt( (1/N) Σ_i ‖x_i − x̄‖² ) of stacked parameters, a float32 scalar."""
+def consensus_distance(params: PyTree) -> jax.Array:
+    """Return the consensus distance Ξ = sqrt( (1/N) Σ_i ‖x_i − x̄‖² ) of stacked parameters, a float32 scalar."""
     floating = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     deviations = [x.astype(mean.dtype) - mean for x, mean in zip(floating, mean_over_workers(floating))]
     return jnp.sqrt(sum((jnp.sum(d**2) / len(d) for d in deviations), jnp.zeros(())))
 
 
-def kept(state: State, source_lasts: bool) -> dict[str, Any]:
-    """The parts of a state that are kept when a run continues with another number of workers; see `optim.memories`."""
-    found = {"params": state.params, "opt_state": lasting(state.opt_state)}
-    return found | {"source": state.source} if source_lasts else found
+def kept(state: State, source_lasts: bool) -> dict[str, PyTree]:
+    """Return the parts of a state that are kept when a run continues with another number of workers; see `optim.memories`."""
+    parts = {"params": state.params, "opt_state": lasting(state.opt_state)}
+    return parts | {"source": state.source} if source_lasts else parts
 
 
-def resize(state: dict[str, Any], fresh: State, num_workers: int, weight_N: np.ndarray | None = None) -> State:
-    """The state of N' workers from that of N replicas, on the host.
+def resize(state: dict[str, PyTree], fresh: State, num_workers: int, weight_N: np.ndarray | None = None) -> State:
+    """Return the state of N' workers from that of N replicas, on the host.
 
     With fewer workers, new worker j gets the average of the replicas i with ⌊i N'/N⌋ = j; with more, a copy of replica ⌊j N/N'⌋.
-    Integers (step counters) are copied. What is not `kept` starts afresh.
+    Integers (step counters) are copied.
 
     Args:
-        state: what is `kept` of a state, NumPy leaves [N, …]; those of the result are [N', …].
-        fresh: an initial state for N' workers, from which the rest is taken.
+        state: the parts that `kept` returns, with NumPy leaves [N, …]; those of the result are [N', …].
+        fresh: an initial state for N' workers, from which all other parts are taken.
         num_workers: N'.
         weight_N: weights y_i of the replicas, whose average is Σ_i y_i x_i / Σ_i y_i. Averages of parameters are then weighted, and
             all new parameters are shifted by the same amount, so that their unweighted mean is that average; None: y_i = 1.
@@ -87,10 +94,10 @@ def resize(state: dict[str, Any], fresh: State, num_workers: int, weight_N: np.n
             return x[np.arange(num_workers) * n // num_workers]
         members = [np.flatnonzero(np.arange(n) * num_workers // n == j) for j in range(num_workers)]
         if not np.issubdtype(x.dtype, np.floating):
-            return np.stack([x[own[0]] for own in members])
+            return np.stack([x[replicas[0]] for replicas in members])
         # In float64 the mean of equal float32 values is that value, so equal replicas stay equal.
         weights = np.ones(n) if weights is None else np.asarray(weights, np.float64)
-        return np.stack([np.average(x[own], axis=0, weights=weights[own]) for own in members]).astype(x.dtype)
+        return np.stack([np.average(x[replicas], axis=0, weights=weights[replicas]) for replicas in members]).astype(x.dtype)
 
     def spread_weighted(x):
         new = spread(x, weight_N)

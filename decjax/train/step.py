@@ -8,7 +8,7 @@ they overlap. An exchange that does not need the gradient may start before it.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -16,28 +16,31 @@ import optax
 from decjax import mesh
 from decjax.optim.method import Method
 from decjax.train.state import State
+from decjax.typing import PyTree
 
 
 class Step(NamedTuple):
     """The parts of a train step; its functions are of one worker or stage, to be mapped by `Workers.jit`."""
 
-    gradient: Callable[..., tuple[jax.Array, Any, Any]]  # of a `Source`: (params, source, batch, key) -> (loss, grads, source)
-    method: Method  # what is done with the gradient
-    workers: mesh.Workers  # the workers and their devices
+    gradient: Callable[
+        ..., tuple[jax.Array, PyTree, PyTree]
+    ]  # of a `Source`: (params, source, batch, key) -> (loss, grads, source)
+    method: Method
+    workers: mesh.Workers
     seed: int  # keys are fold_in(fold_in(seed, worker), step)
 
-    def take_gradient(self, params: Any, source: Any, batch: Any, number: jax.Array) -> tuple[jax.Array, Any, Any]:
-        """(loss, gradient, state of the gradient source) at step `number`."""
+    def take_gradient(self, params: PyTree, source: PyTree, batch: PyTree, number: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
+        """Return (loss, gradient, state of the gradient source) at step `number`."""
         worker_key = jax.random.fold_in(jax.random.key(self.seed), self.workers.axis.index)
         return self.gradient(params, source, batch, jax.random.fold_in(worker_key, number))
 
-    def update(self, state: State, grads: Any, **phase_and_received: Any) -> State:
-        """The state after the method's update; keyword arguments are those of `Method.tx`, `phase` and `received`."""
+    def update(self, state: State, grads: PyTree, **phase_and_received: PyTree) -> State:
+        """Return the state after the method's update; keyword arguments are those of `Method.tx`, `phase` and `received`."""
         updates, opt_state = self.method.tx.update(grads, state.opt_state, state.params, **phase_and_received)
         return State(optax.apply_updates(state.params, updates), opt_state, state.source)
 
-    def train_step(self, state: State, batch: Any, number: jax.Array, *, phase: int | None) -> tuple[State, jax.Array]:
-        """(next state, loss before it) of the whole step `number`; its phase says which messages are due."""
+    def train_step(self, state: State, batch: PyTree, number: jax.Array, *, phase: int | None) -> tuple[State, jax.Array]:
+        """Return (next state, loss before it) of the whole step `number`, which sends the messages of its phase."""
         view = self.method.view
         params = view(state.params, state.opt_state) if view else state.params
         loss, grads, source = self.take_gradient(params, state.source, batch, number)

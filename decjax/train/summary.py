@@ -10,6 +10,7 @@ import numpy as np
 
 from decjax import config, files
 from decjax.train.evaluate import Evaluation
+from decjax.typing import PyTree
 
 BYTES = {  # counter -> (mesh axis, name of its value per step in the summary)
     "bytes_sent_per_worker": ("worker", "bytes_per_step_per_worker"),
@@ -52,20 +53,15 @@ def read(workdir: pathlib.Path) -> dict | None:
 
 
 def summarize(
-    spec: config.RunSpec, result: Evaluation, further: Mapping[str, float], params: Any, counters: Mapping[str, Any]
+    spec: config.RunSpec, result: Evaluation, further: Mapping[str, float], params: PyTree, counters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the contents of summary.json: metrics, size, time and bytes.
+    """Return the contents of summary.json: metrics, size, time and bytes at the end of a run.
 
-    Args:
-        spec: of the run.
-        result: its last evaluation.
-        further: metrics that only the averaged model has.
-        params: of the averaged model.
-        counters: of the run, at its end.
+    `params` are those of the averaged model, and `further` are metrics that only the averaged model has.
     """
     values = {f"eval_{name}": value for name, value in {**result.averaged, **further}.items()}
     for name, local_N in result.local.items():
-        values |= {f"local_eval_{name}_{of}": float(value) for of, value in _range(local_N).items()}
+        values |= {f"local_eval_{name}_{of}": float(getattr(local_N, of)()) for of in ("mean", "min", "max")}
     steps = spec.steps - counters["first_step"]
     return values | {
         "num_params": sum(x.size for x in jax.tree.leaves(params)),
@@ -84,10 +80,6 @@ def _protocol(spec: config.RunSpec) -> str:
     if not any(when):
         return "averaged model, training undisturbed"
     return f"replicas replaced by their average {', '.join(filter(None, when))}"
-
-
-def _range(local_N: np.ndarray) -> dict[str, Any]:
-    return {"mean": local_N.mean(), "min": local_N.min(), "max": local_N.max()}
 
 
 def title(setup: config.Setup) -> str:

@@ -4,24 +4,23 @@
     for step in range(spec.steps):
         state, loss_N = trainer.step(state, trainer.batch(step), step)
 
-`train.run` is the same loop with a work directory, signals and logs. The step itself is `Step.train_step` in `train.step`; how it
-is compiled and dispatched is in `train.engine`.
+`train.run` is the same loop with a work directory, signals and logs. `train.step` is the step, which `train.engine` compiles.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
-from typing import Any
 
 import jax
 import numpy as np
 
-from decjax import config, gossip, reduce, tasks
-from decjax.errors import ConfigError, TrainingError
+from decjax import config, gossip, mesh, reduce, tasks
+from decjax.errors import TrainingError, config_errors
 from decjax.program import hlo
 from decjax.train import engine, evaluate
 from decjax.train import state as state_lib
 from decjax.train.state import State
 from decjax.train.step import Step
+from decjax.typing import Device, Jitted, PyTree
 
 
 class Trainer:
@@ -35,34 +34,36 @@ class Trainer:
         ConfigError: if devices, memory or data do not suffice.
     """
 
-    def __init__(self, spec: config.RunSpec | config.Setup, devices: Sequence[jax.Device] | None = None):  # pyright: ignore[reportInvalidTypeForm]
+    def __init__(self, spec: config.RunSpec | config.Setup, devices: Sequence[Device] | None = None):
         self.setup = setup = spec if isinstance(spec, config.Setup) else config.build(spec, devices)
-        self.spec, self.workers, self.method = setup.spec, setup.workers, setup.method
+        self.spec, self.method = setup.spec, setup.method
         self.step_parts = Step(setup.source.gradient, setup.method, setup.workers, setup.spec.seed)
-        try:
+        with config_errors():
             self.program_of = engine.compile_per_phase(self.step_parts, setup.spec.engine)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
         self._between_steps = setup.method.between_steps and setup.method.between_steps(setup.workers)
+
+    @property
+    def workers(self) -> mesh.Workers:
+        """The workers that it trains."""
+        return self.setup.workers
 
     # -- State --------------------------------------------------------------------------------------------------------
 
     def init(self) -> State:
-        """The state before the first step: the same parameters on every worker."""
+        """Return the state before the first step: the same parameters on every worker."""
         return self.start(jax.jit(self.setup.start)(jax.random.key(self.spec.seed)))
 
-    def start(self, params: Any) -> State:
-        """The state before the first step, from given parameters of one model; leaves [S, …] with stages."""
+    def start(self, params: PyTree) -> State:
+        """Return the state before the first step for the parameters of one model; leaves [S, …] with stages."""
         if self.setup.source.divided:
-            params = jax.jit(self.setup.stacked, out_shardings=self.workers.shardings(jax.eval_shape(self.setup.stacked, params)))(
-                params
-            )
+            stacked = self.setup.stacked
+            params = jax.jit(stacked, out_shardings=self.workers.shardings(jax.eval_shape(stacked, params)))(params)
         else:
             params = self.workers.stack(params)
         return State(params, *(init(params) for init in self._inits))
 
     @functools.cached_property
-    def _inits(self) -> tuple[Callable, Callable]:
+    def _inits(self) -> tuple[Jitted, Jitted]:
         return self.workers.jit(self.method.tx.init, (0,)), self.workers.jit(self.setup.source.init, (0,))
 
     @functools.cached_property
@@ -81,8 +82,8 @@ class Trainer:
 
     # -- Steps --------------------------------------------------------------------------------------------------------
 
-    def batch(self, step: int, left: int = 0) -> Any:
-        """The examples of a step, [N, B, …], shifted by `left` batches of earlier steps that no worker has taken."""
+    def batch(self, step: int, left: int = 0) -> PyTree:
+        """Return the examples of a step, [N, B, …], shifted by `left` batches of earlier steps that no worker has taken."""
         n = self.workers.num_workers
 
         def of(worker):
@@ -91,23 +92,23 @@ class Trainer:
 
         return self.workers.build(of)
 
-    def step(self, state: State, batch: Any, step: int) -> tuple[State, jax.Array]:
-        """(next state, every worker's loss before it, [N]); the arrays of the given state cannot be used afterwards."""
+    def step(self, state: State, batch: PyTree, step: int) -> tuple[State, jax.Array]:
+        """Return (next state, each worker's loss before it, [N]); the arrays of the given state cannot be used afterwards."""
         return self.take(self.program(state, batch, step), state, batch, step)
 
-    def take(self, program: engine.Program, state: State, batch: Any, step: int) -> tuple[State, jax.Array]:
-        """`step`, for who has its program already."""
+    def take(self, program: engine.Program, state: State, batch: PyTree, step: int) -> tuple[State, jax.Array]:
+        """Take a step as `step` does, for callers that hold the compiled program."""
         state, loss_N = program.run(state, batch, np.int32(step))
         if self._between_steps:
             state = state._replace(opt_state=self._between_steps(state.opt_state, loss_N, step))
         return state, loss_N
 
-    def program(self, state: State, batch: Any, step: int) -> engine.Program:
-        """The compiled program of a step; there is one for each phase. Arrays may be `ShapeDtypeStruct`s."""
+    def program(self, state: State, batch: PyTree, step: int) -> engine.Program:
+        """Return the compiled program of a step's phase. Arrays may be `ShapeDtypeStruct`s."""
         return self.program_of(self.method.phase(step), state, batch, np.int32(step))
 
     def check_exchanges(self) -> None:
-        """Sends known values between workers and between stages, and raises a `TrainingError` if one does not arrive."""
+        """Send known values between workers and between stages; raise a `TrainingError` if one does not arrive."""
         try:
             if self.setup.topology:
                 assert self.method.replica_mixer is not None
@@ -118,25 +119,26 @@ class Trainer:
             raise TrainingError(str(error)) from error
 
     def bytes_by_usage(self, state: State) -> float:
-        """Bytes that a worker has sent so far and that `Program.sent` does not hold, since the state decides on them: all of methods
-        whose state decides on the phase of a step, and what messages of divided tables had beyond their usual size."""
-        return self._bytes_by_phase(state) + (float(self.workers.fetch(self._more(state.source)).mean()) if self._more else 0.0)
+        """Return the bytes that a worker has sent so far and that `Program.sent` lacks, since they depend on the state.
+
+        These are all bytes of methods whose state determines the phase of a step, and those by which messages of divided tables
+        exceeded their usual size.
+        """
+        total = float(self.workers.fetch(self._extra_bytes(state.source)).mean()) if self._extra_bytes else 0.0
+        if self.method.usage:
+            usage, bytes_P = self._usage
+            used = self.workers.fetch(usage(state.opt_state))  # [N, (stages,) P], steps of each phase
+            total += float(used.reshape(-1, len(bytes_P)).mean(axis=0) @ bytes_P) * self.workers.stages
+        return total
 
     @functools.cached_property
-    def _more(self) -> Callable[[Any], jax.Array] | None:
-        more = self.setup.source.extra_bytes
-        return more and self.workers.jit(more, (0,))
-
-    def _bytes_by_phase(self, state: State) -> float:
-        if not self.method.usage:
-            return 0.0
-        usage, bytes_P = self._usage
-        used = self.workers.fetch(usage(state.opt_state))  # [N, (stages,) P], steps of each phase
-        return float(used.reshape(-1, len(bytes_P)).mean(axis=0) @ bytes_P) * self.workers.stages
+    def _extra_bytes(self) -> Jitted | None:
+        extra = self.setup.source.extra_bytes
+        return extra and self.workers.jit(extra, (0,))
 
     @functools.cached_property
-    def _usage(self) -> tuple[Callable[[Any], jax.Array], list[float]]:
-        """(program that reads `method.usage`, bytes that a device sends in a step of each phase)."""
+    def _usage(self) -> tuple[Jitted, list[float]]:
+        """Return (program that reads `method.usage`, bytes that a device sends in a step of each phase)."""
         assert self.method.usage is not None
         one = self.workers.one_device(self.abstract.params)
         bytes_P = [float(self.method.num_bytes(one, phase).mean()) for phase in self.method.phases]
@@ -144,8 +146,8 @@ class Trainer:
 
     # -- Averages -----------------------------------------------------------------------------------------------------
 
-    def models(self, state: State) -> tuple[Any, Any]:
-        """Every worker's whole model as (parameters, variables), leaves [N, …]."""
+    def models(self, state: State) -> tuple[PyTree, PyTree]:
+        """Return every worker's whole model as (parameters, variables), leaves [N, …]."""
         return self._join(state.params), self.setup.source.variables(state.source)
 
     @functools.cached_property
@@ -155,8 +157,8 @@ class Trainer:
             return lambda params: params
         return jax.jit(join, out_shardings=self.workers.whole.shardings(jax.eval_shape(join, self.abstract.params)))
 
-    def average(self, state: State) -> tuple[Any, Any]:
-        """The averaged model as (parameters, variables), in float32 at least, on every device."""
+    def average(self, state: State) -> tuple[PyTree, PyTree]:
+        """Return the averaged model as (parameters, variables), in float32 at least, on every device."""
         return self._average(state)
 
     @functools.cached_property
@@ -172,7 +174,7 @@ class Trainer:
         return jax.jit(average, out_shardings=self.workers.replicated)
 
     def consensus_distance(self, state: State) -> float:
-        """The consensus distance of the replicas, Ξ = sqrt( (1/N) Σ_i ‖x_i − x̄‖² )."""
+        """Return the consensus distance of the replicas, Ξ = sqrt( (1/N) Σ_i ‖x_i − x̄‖² )."""
         return float(self._distance(state.params))
 
     @functools.cached_property
@@ -181,7 +183,7 @@ class Trainer:
         return jax.jit(lambda params: state_lib.consensus_distance(whole(params)), out_shardings=self.workers.replicated)
 
     def consensus(self, state: State) -> tuple[State, float]:
-        """(state with every replica replaced by the average, bytes that a worker sent for it).
+        """Return (state with every replica replaced by the average, bytes that a worker sent for it).
 
         The arrays of the given state cannot be used afterwards.
         """
@@ -204,11 +206,11 @@ class Trainer:
     # -- Evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, state: State, limit: int = 0, local: bool = True) -> evaluate.Evaluation:
-        """Metrics of the averaged model, and with `local` of every worker's own, on `limit` validation examples; 0: all."""
+        """Return metrics of the averaged model, and with `local` of each worker's, on `limit` validation examples; 0: all."""
         return self._evaluate(limit, local)(self.models(state), self.average(state))
 
-    def measure(self, model: tuple[Any, Any]) -> Mapping[str, float]:
-        """Metrics of one model, (parameters, variables), on all validation examples, which the workers share out."""
+    def measure(self, model: tuple[PyTree, PyTree]) -> Mapping[str, float]:
+        """Return metrics of one model, (parameters, variables), on all validation examples, which are divided among the workers."""
         return self._evaluate(0, False)(None, model).averaged
 
     @functools.cache  # noqa: B019  A trainer usually exists until its process ends.

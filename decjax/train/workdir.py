@@ -1,4 +1,4 @@
-"""The work directory of a run: its config, its locks and its checkpoints.
+"""The work directory of a run: its config and its locks, and the run whose replicas it starts from.
 
 A work directory belongs to one config: `config.json` is written first, and compared on each later start.
 """
@@ -7,23 +7,31 @@ from collections.abc import Callable, Iterator
 import contextlib
 import fcntl
 import json
+import os
 import pathlib
 import time
-from typing import TextIO
+from typing import NamedTuple, TextIO
 import uuid
 
 from flax import traverse_util
 import jax
 from jax.experimental import multihost_utils
+import numpy as np
 
 from decjax import config as config_lib
-from decjax import files
+from decjax import errors, files, registry
 from decjax.errors import CheckpointError, ConfigError, of_system
-from decjax.train import metrics
+from decjax.train import checkpoint, metrics
+from decjax.train import state as state_lib
+from decjax.train.checkpoint import steps_saved
+from decjax.train.members import Members
+from decjax.train.trainer import Trainer
+from decjax.typing import PyTree
 
 # Fields that may differ between a run and its continuation; they change training at most by rounding.
 FREE_KEYS = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes", "engine")
 ATTEMPTS, PAUSE_S = 40, 0.05  # of locking a directory, which another process of the same launch may be preparing
+LAYOUT = ("stages", "chunks", "layers", "autoencoder")  # fields of a pipeline that determine the layout of the parameters
 
 
 def claim(
@@ -49,7 +57,7 @@ def claim(
     with contextlib.ExitStack() as held:
         if launch or jax.process_index() == 0:
             document = json.loads(json.dumps(config))
-            _check(workdir, document, advise)
+            errors.refuse(_problems(workdir, document, advise))
             _take(workdir, document, launch, held)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("decjax-claim")
@@ -65,34 +73,36 @@ def writing(workdir: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def _check(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], str]) -> None:
-    """Raise a CheckpointError if a run with this config may not start or continue in the directory."""
-    path, folder = workdir / "config.json", workdir / "checkpoints"
+def _problems(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], str]) -> Iterator[str]:
+    """Yield why a run with this config may not start or continue in the directory."""
+    path, folder, other = workdir / "config.json", workdir / "checkpoints", "choose another --workdir"
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file where a folder must be; move it away, or choose another --workdir")
-    saved = steps_saved(workdir)
-    if saved and not path.exists():
-        raise CheckpointError(f"{workdir} holds checkpoints but no config.json: not a run of decjax; choose another --workdir")
-    if saved:
-        try:
-            there = config_lib.read(files.read_json(path)).document
-            before, now = (traverse_util.flatten_dict(document, sep=".") for document in (there, config))
-        except (ValueError, AttributeError, KeyError, TypeError, ConfigError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); repair it, or choose another --workdir") from error
-        if differing := [
-            f"{key}: {before.get(key)!r} there, {now.get(key)!r} here"
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and not key.startswith(FREE_KEYS)
-        ]:
-            raise CheckpointError(
-                f"{workdir} holds a run with another config ({'; '.join(differing)}); choose another --workdir{advise(workdir)}"
-            )
+        yield f"{folder} is a file where a folder must be; move it away, or {other}"
+    if steps_saved(workdir):
+        if not path.exists():
+            yield f"{workdir} holds checkpoints but no config.json: not a run of decjax; {other}"
+        saved = _read_config(path, f"repair it, or {other}").document
+        before, now = (traverse_util.flatten_dict(document, sep=".") for document in (saved, config))
+        keys = [key for key in sorted(before.keys() | now.keys()) if not key.startswith(FREE_KEYS)]
+        if differing := _differing({key: (before.get(key), now.get(key)) for key in keys}):
+            yield f"{workdir} holds a run with another config ({differing}); {other}{advise(workdir)}"
     elif path.exists() and '"workers"' not in files.read_text(path):
-        raise CheckpointError(f"{path} is not of a run of decjax; choose another --workdir")
+        yield f"{path} is not of a run of decjax; {other}"
     elif lost := _lost(workdir):
-        raise CheckpointError(
-            f"{workdir} holds {lost} but no checkpoints to continue from; put them back, or choose another --workdir"
-        )
+        yield f"{workdir} holds {lost} but no checkpoints to continue from; put them back, or {other}"
+
+
+def _read_config(path: pathlib.Path, fix: str) -> config_lib.RunSpec:
+    """Return the config of a run; raise a CheckpointError with the fix if it cannot be read."""
+    try:
+        return config_lib.read(files.read_json(path))
+    except (ValueError, AttributeError, KeyError, TypeError, ConfigError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); {fix}") from error
+
+
+def _differing(pairs: dict[str, tuple[object, object]]) -> str:
+    """Return the pairs whose values differ, as text."""
+    return "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in pairs.items() if there != here)
 
 
 def _take(workdir: pathlib.Path, config: dict, launch: str, held: contextlib.ExitStack) -> None:
@@ -167,27 +177,117 @@ def _lost(workdir: pathlib.Path) -> str:
     return f"metrics of steps after {saved[-1]}, which was saved," if saved else ""
 
 
-def differing(theirs: config_lib.RunSpec, ours: config_lib.RunSpec) -> str:
-    """Return how two runs differ in the parts that determine the state's arrays: in names or, if these agree, in options."""
+# -- Another run to start from ----------------------------------------------------------------------------------------
+
+
+class Origin(NamedTuple):
+    """Another run to start from."""
+
+    folder: pathlib.Path  # its work directory
+    checkpoints: checkpoint.Checkpoints
+    step: int  # of the newest checkpoint, which may be damaged
+    num_workers: int
+    has_weights: bool  # whether its replicas have weights, as with push-sum
+
+
+def _find(folder: pathlib.Path, checkpoints: checkpoint.Checkpoints, trainer: Trainer) -> Origin:
+    """Return the run in a folder; raise a CheckpointError if `trainer` cannot start from it."""
+    theirs, step = _read_config(folder / "config.json", "choose another --resume_from"), checkpoints.latest()
+    errors.refuse(_unlike(folder, theirs, step, checkpoints, trainer))
+    assert step is not None
+    has_weights = theirs.mixer is not None and registry.part("mixer", theirs.mixer.name).traits.get("weights", False)
+    return Origin(folder, checkpoints, step, theirs.workers, has_weights)
+
+
+def _unlike(
+    folder: pathlib.Path, theirs: config_lib.RunSpec, step: int | None, checkpoints: checkpoint.Checkpoints, trainer: Trainer
+) -> Iterator[str]:
+    """Yield why a trainer cannot start from a run: there is no checkpoint, or its model or pipeline stages differ."""
+    ours = trainer.spec
+    layout = {f"pipeline.{name}": (getattr(theirs.pipeline, name), getattr(ours.pipeline, name)) for name in LAYOUT}
+    if differing := _differing(layout):
+        yield f"{folder} has a model divided otherwise ({differing}); start with the same division"
+    if ours.trait("source", "divided") and theirs.workers != ours.workers:
+        yield f"{folder} has tables divided among {theirs.workers} workers, not {ours.workers}; use workers={theirs.workers}"
+    if step is None:
+        yield f"{folder} has no complete checkpoint; choose another --resume_from"
+    elif unlike := checkpoints.unlike(step, state_lib.kept(trainer.abstract, trainer.setup.source.lasts)):
+        differing = _differing(_choices(theirs, ours)) or unlike
+        yield f"{folder} is a run of something else ({differing}); choose another --resume_from, or set the same here"
+
+
+def _choices(theirs: config_lib.RunSpec, ours: config_lib.RunSpec) -> dict[str, tuple[object, object]]:
+    """Return the values of two runs that determine the state's arrays: names of parts or, if these agree, their options."""
     kinds = ("task", "model", "optimizer", "method")
     pairs = {kind: (getattr(theirs, kind), getattr(ours, kind)) for kind in kinds}
-    named = {kind: tuple(choice and choice.name for choice in pair) for kind, pair in pairs.items()}
-    named = {kind: names for kind, names in named.items() if names[0] != names[1]}
-    if not named:
-        for kind, (there, here) in pairs.items():
-            if there and here:
-                named |= {
-                    f"{kind}.{name}": (there.options.get(name), value)
-                    for name, value in here.options.items()
-                    if there.options.get(name) != value
-                }
-        if (theirs.source is None) != (ours.source is None):
-            named["tables"] = tuple("whole" if spec.source is None else "divided" for spec in (theirs, ours))
-        if bool(theirs.clip_norm) != bool(ours.clip_norm):
-            named["clip_norm"] = theirs.clip_norm, ours.clip_norm
-    return "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in named.items())
+    names = {kind: tuple(choice and choice.name for choice in pair) for kind, pair in pairs.items()}
+    if any(there != here for there, here in names.values()):
+        return names
+    options = {
+        f"{kind}.{name}": (there.options.get(name), value)
+        for kind, (there, here) in pairs.items()
+        if there and here
+        for name, value in here.options.items()
+    }
+    if (theirs.source is None) != (ours.source is None):
+        options["tables"] = "whole" if theirs.source is None else "divided", "whole" if ours.source is None else "divided"
+    if bool(theirs.clip_norm) != bool(ours.clip_norm):
+        options["clip_norm"] = theirs.clip_norm, ours.clip_norm
+    return options
 
 
-def steps_saved(workdir: pathlib.Path) -> list[int]:
-    """Return the steps of all complete checkpoints, including damaged ones, in ascending order."""
-    return files.numbers_in(workdir / "checkpoints")
+@contextlib.contextmanager
+def opened(folder: str | os.PathLike | None, trainer: Trainer, steps: int) -> Iterator[Origin | None]:
+    """Context manager with the run to start from, None without a folder; CheckpointError if it has taken `steps` already."""
+    if folder is None:
+        yield None
+        return
+    with checkpoint.Checkpoints(pathlib.Path(folder), read_only=True) as checkpoints:
+        origin = _find(pathlib.Path(folder), checkpoints, trainer)
+        if origin.step >= steps:
+            raise CheckpointError(f"{folder} has done {origin.step} of steps={steps}; set more steps to continue from there")
+        yield origin
+
+
+def replicas(origin: Origin, members: Members) -> tuple[int, PyTree, str]:
+    """Return (step, this process's part of a state made from another run's replicas, a message about them)."""
+    n, num_workers, trainer = origin.num_workers, members.spec.workers, members.trainer
+    step, (state, weight_N), damage = origin.checkpoints.newest(lambda step: _read(origin, step, trainer))
+    # Mixers start from one model on all workers, here the average of the replicas.
+    params = trainer.setup.source.gathered(state["params"])
+    average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params, weight_N), params)
+    note = (
+        f"{damage}starting from step {step} of {origin.folder}; {n} replicas became {num_workers}, "
+        "mixer and reducer state are reset"
+    )
+    return step, members.place(state_lib.resize(state, members.init(average), num_workers, weight_N)), note
+
+
+def _read(origin: Origin, step: int, trainer: Trainer) -> tuple[PyTree, np.ndarray | None]:
+    """Read (the part of another run's replicas to continue from, their weights [N] or None) as NumPy arrays."""
+    n, workers = origin.num_workers, trainer.workers
+
+    def read(like):
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=workers.replicated), like)
+        return jax.tree.map(np.asarray, origin.checkpoints.restore(step, like, partial=True)[0])
+
+    state = read(state_lib.kept(trainer.abstract, trainer.setup.source.lasts))
+    if not origin.has_weights:
+        return state, None
+    # y_i of the replicas, equal on all stages of a worker.
+    weight = jax.ShapeDtypeStruct((n, workers.stages)[: workers.num_axes], np.float32)
+    weight = read({"opt_state": {"mixer": {"weight": weight}}})["opt_state"]["mixer"]["weight"]
+    return state, weight.reshape(n, -1)[:, 0]
+
+
+def advice(folder: pathlib.Path, trainer: Trainer) -> str:
+    """Return advice on starting from the newest checkpoint in a folder; empty if `trainer` cannot."""
+    more = ""
+    if jax.process_count() == 1:  # Reading checkpoints needs all processes, and only the first one calls this.
+        try:
+            with checkpoint.Checkpoints(folder, read_only=True) as checkpoints:
+                done = _find(folder, checkpoints, trainer).step
+        except CheckpointError:
+            return ""
+        more = f" and more than {done} steps" if done >= trainer.spec.steps else ""
+    return f", and --resume_from={folder}{more} to start from its parameters"
