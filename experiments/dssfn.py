@@ -26,7 +26,7 @@ import numpy as np
 
 from decjax import gossip, mesh, topology
 from decjax.channel import Channel
-from decjax.tasks import datasets
+from decjax.tasks import images as images_lib
 from experiments import script
 
 FLAGS = flags.FLAGS
@@ -56,7 +56,7 @@ class Data(NamedTuple):
 
 def load(workers: int, seed: int) -> Data:
     """The digits, as many for each worker."""
-    images = datasets.DATASETS["digits"].read("")
+    images = images_lib.DATASETS["digits"].read("")
     order = np.random.default_rng(seed).permutation(len(images.labels_E))
     pixels = images.images_ExHxWxC.reshape(len(order), -1)[order] / 16.0
     labels, test = images.labels_E[order], len(order) // TESTED

@@ -52,8 +52,8 @@ def test_numbers_that_the_vocabulary_lacks_stand_for_nothing(coder):
 @pytest.mark.parametrize(
     "vocabulary, message",
     [
-        (258, "vocabulary=258 is less than 259, the bytes and 3 special tokens; use 4000"),
-        (2_000_000_000, "vocabulary=2000000000 is more than 1048576, the most tokens of byte-pair encoding; use 4000"),
+        (258, "vocabulary=258 must be at least 259 and at most 1048576"),
+        (2_000_000_000, "vocabulary=2000000000 must be at least 259 and at most 1048576"),
     ],
 )
 def test_impossible_vocabularies_are_refused(vocabulary, message):

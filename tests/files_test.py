@@ -10,7 +10,7 @@ from decjax import costmodel, errors, files
 from decjax.contrib import placement
 from decjax.errors import CheckpointError
 from decjax.tasks import parallel, sources
-from decjax.tasks.datasets import DATASETS
+from decjax.tasks.images import DATASETS
 from decjax.train import metrics, summary, workdir
 from experiments import compare, crashes, trials
 from experiments.results_log import ResultsLog

@@ -35,18 +35,18 @@ def test_json_lines_and_parquet_are_read_alike(tmp_path):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.jsonl", '{"text": "x"}\n{"body": "y"}', "line 2 is no JSON object with a text 'text'"),
-        ("a.jsonl", "[1]", "line 1 is no JSON object"),
-        ("a.jsonl", '{"text": 3}', "line 1 is no JSON object with a text"),
-        ("a.jsonl", "{", "line 1 is no JSON object"),
-        ("a.jsonl", "[" * 100_000, "line 1 is no JSON object"),
-        ("a.jsonl", '{"body": null}', "line 1 is no JSON object"),
+        ("a.jsonl", '{"text": "x"}\n{"body": "y"}', "has in line 2 no JSON object with a string 'text'"),
+        ("a.jsonl", "[1]", "has in line 1 no JSON object"),
+        ("a.jsonl", '{"text": 3}', "has in line 1 no JSON object with a string"),
+        ("a.jsonl", "{", "has in line 1 no JSON object"),
+        ("a.jsonl", "[" * 100_000, "has in line 1 no JSON object"),
+        ("a.jsonl", '{"body": null}', "has in line 1 no JSON object"),
         ("a.jsonl", '{"text": null}', "holds no text"),
-        ("a.parquet", "no parquet", "a.parquet' is no Parquet file, or a damaged one: .*; give another file"),
-        ("a.parquet", {"body": ["x"]}, "has no column 'text', or several; its columns: body; give another --config.data.field"),
-        ("a.parquet", {"text": [1]}, "column 'text' holds int, and text is needed"),
+        ("a.parquet", "no parquet", "a.parquet' is not a Parquet file, or is damaged: .*; give another file"),
+        ("a.parquet", {"body": ["x"]}, "must have one column 'text', and its columns are body; give another --config.data.field"),
+        ("a.parquet", {"text": [1]}, "holds int instead of text in column 'text'"),
         ("a.jsonl", '{"text": ""}', "holds no text"),
-        ("a.txt", "a\0b", "holds no text .a file with a zero byte is taken for binary"),
+        ("a.txt", "a\0b", "holds no text .a file with a zero byte counts as binary"),
     ],
 )
 def test_what_holds_no_text_is_told_in_one_line(name, content, message, tmp_path):
@@ -64,7 +64,7 @@ def test_a_damaged_parquet_file_is_told(damage, tmp_path):
     file = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": [str(number) for number in range(500)]}), file)
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match="a.parquet' is no Parquet file, or a damaged one: .*; give another file") as error:
+    with pytest.raises(ValueError, match="a.parquet' is not a Parquet file, or is damaged: .*; give another file") as error:
         sources.read(str(file))
     assert "\n" not in str(error.value)
 
@@ -112,12 +112,12 @@ def test_a_source_of_ones_own_is_imported(tmp_path, monkeypatch):
     assert texts == {str(k): document.upper().encode() + b"\n" for k, document in enumerate(DOCUMENTS) if document}
     assert sources.read("my_texts:ended")[1] == {"0": b"a\n", "1": b"b\n"}  # one line break is enough
     for path, message in [
-        ("my_texts:wrong", "item 1 is of type int; give a source whose items are str or bytes"),
+        ("my_texts:wrong", "has an item 1 of type int; give a source whose items are str or bytes"),
         ("my_texts:absent", "cannot be imported"),
         ("my_texts:iterator", "is of type list_iterator, which has no length or no items by number"),
         ("my_texts:number", "is of type int, which has no length"),
         ("my_texts:nothing", "is of type NoneType, which has no length"),
-        ("my_texts:broken", "its item 0 cannot be read: RuntimeError: first second; mend"),
+        ("my_texts:broken", "has an item 0 that cannot be read: RuntimeError: first second; fix the source"),
         ("my_texts:single", "is a single text, and its items would be letters; give a list of texts"),
         ("my_texts:endless", "has [0-9]* items, and at most 4294967296 fit; leave out repeat"),
         ("no_such_module:texts", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
@@ -222,5 +222,7 @@ def test_too_few_tokens_are_told_when_the_text_is_read(tmp_path):
     (tmp_path / "short.txt").write_text("the cat sat " * 100)
     model = registry.make("model", "decoder", vocabulary=400, context=16, width=8, hidden=8, heads=1, depth=1)
     task = registry.make("task", "lm", model=model, path=str(tmp_path / "short.txt"), tokenizer="bpe")
-    with pytest.raises(ValueError, match=r"short.txt': the text for validation has \d tokens, but .* context \+ 1 = 17; use more"):
+    with pytest.raises(
+        ValueError, match=r"short.txt' has \d tokens in the text for validation, but .* context \+ 1 = 17; use more"
+    ):
         task.load(1, 1, 0)

@@ -14,7 +14,7 @@ import pytest
 
 import decjax
 from decjax import registry, tasks
-from decjax.tasks import datasets, images, lm, quadratics
+from decjax.tasks import images, lm, quadratics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -185,7 +185,7 @@ def test_cifar_is_read_from_its_binary_files(tmp_path):
     """Planes of red, green and blue become pixels; the test set is used for validation, unless a share of the others is requested."""
     for name, seeds in {"data_batch_2": (2, 3), "data_batch_1": (0, 1), "test_batch": (4, 5, 6)}.items():
         (tmp_path / f"{name}.bin").write_bytes(b"".join(record(seed, seed) for seed in seeds))
-    read = datasets.DATASETS["cifar10"].read(str(tmp_path))
+    read = images.DATASETS["cifar10"].read(str(tmp_path))
     assert read.labels_E.tolist() == list(range(7)) and read.tested == 3
     for seed in range(7):
         planes = np.frombuffer(record(seed, seed)[1:], np.uint8).reshape(3, 32, 32)
@@ -203,7 +203,7 @@ def test_cifar_is_read_from_its_binary_files(tmp_path):
     [
         ({}, "holds no data_batch_\\*.bin and test_batch.bin"),
         ({"data_batch_1.bin": record(0, 0)}, "holds no data_batch_\\*.bin and test_batch.bin"),
-        ({"data_batch_1.bin": record(0, 0)[:-1], "test_batch.bin": record(0, 0)}, "has 3072 bytes, which are no records of 3073"),
+        ({"data_batch_1.bin": record(0, 0)[:-1], "test_batch.bin": record(0, 0)}, "has 3072 bytes, which are not records of 3073"),
         ({"data_batch_1.bin": record(0, 0), "test_batch.bin": record(10, 0)}, "has the label 10, and CIFAR-10's are 0 to 9"),
     ],
 )
@@ -211,7 +211,7 @@ def test_files_that_are_not_cifar_are_told(files, message, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        datasets.DATASETS["cifar10"].read(str(tmp_path))
+        images.DATASETS["cifar10"].read(str(tmp_path))
 
 
 def test_images_that_are_all_of_one_color_are_told(tmp_path):
@@ -349,7 +349,7 @@ def test_batch_statistics_stay_local_and_are_averaged():
 @pytest.mark.parametrize("num_workers", [1, 3, 8])
 def test_quadratics_are_what_their_options_say(num_workers):
     zeta, sigma, kappa, P = 2.0, 3.0, 7.0, 6
-    task = quadratics.quadratics(dimension=P, heterogeneity=zeta, noise=sigma, condition=kappa)
+    task = quadratics.Quadratics(dimension=P, heterogeneity=zeta, noise=sigma, condition=kappa)
     data = task.load(num_workers, 20_000, 0)
     (h_P,), (optimum_P,) = data.validation(0)
     assert h_P.max() / h_P.min() == pytest.approx(kappa)

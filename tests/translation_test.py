@@ -106,15 +106,21 @@ def test_sentences_are_laid_out_with_their_ends():
     [
         ({}, "has neither train.de nor train.de.gz"),
         ({"train.de": b"a\nb\n", "train.en": b"a\n"}, "train.de has 2 and train.en has 1 lines"),
-        ({"train.de": b"", "train.en": b""}, "train.de and train.en are empty; give files of one sentence a line"),
+        ({"train.de": b"", "train.en": b""}, "has no sentence in train.de; give files of one sentence a line"),
         ({"train.de": "eins\n".encode("utf-16"), "train.en": b"a\n"}, "train.de' holds no text .it has a zero byte"),
         ({"train.de.gz": gzip.compress(b"a\0b\n"), "train.en": b"a\n"}, "train.de.gz' holds no text .it has a zero byte"),
         ({"train.de": np.random.default_rng(0).bytes(4096), "train.en": b"a\n"}, "train.de' holds no text"),
-        ({"train.de": b"a\n" + b"b" * 9_000_000, "train.en": b"a\nb\n"}, "train.de': line 2 has 9000000 bytes, .* may have 65536"),
-        ({"train.de": b"\n \n", "train.en": b"a\nb\n"}, "all lines of train.de are blank; give files of one sentence a line"),
-        ({"train.de.gz": b"no gzip", "train.en": b"a\n"}, "train.de.gz' is damaged: Not a gzipped file"),
-        ({"train.de.gz": gzip.compress(b"a\n" * 999)[:30], "train.en": b"a\n"}, "train.de.gz' is damaged: Compressed file ended"),
-        ({"train.de": None}, "train.de' cannot be read: Is a directory; give a file that you may read"),
+        (
+            {"train.de": b"a\n" + b"b" * 9_000_000, "train.en": b"a\nb\n"},
+            "train.de' has 9000000 bytes in line 2, .* may have 65536",
+        ),
+        ({"train.de": b"\n \n", "train.en": b"a\nb\n"}, "has no sentence in train.de; give files of one sentence a line"),
+        ({"train.de.gz": b"no gzip", "train.en": b"a\n"}, "train.de.gz' is damaged: BadGzipFile: Not a gzipped file"),
+        (
+            {"train.de.gz": gzip.compress(b"a\n" * 999)[:30], "train.en": b"a\n"},
+            "train.de.gz' is damaged: EOFError: Compressed file ended",
+        ),
+        ({"train.de": None}, "train.de' cannot be read: Is a directory; give data that you may read"),
         (
             {f"{split}.{tongue}": b"a\n" for split in ("train", "val", "test") for tongue in ("de", "en")},
             "1 pairs .* for 2 workers",
@@ -161,7 +167,7 @@ def test_the_fingerprint_is_of_text_and_tokens(folder):
         (dict(smoothing=1.0), "smoothing=1.0 must be at least 0 and less than 1"),
         (dict(beams=0), "beams=0 must be at least 1 and at most 64"),
         (dict(alpha=-1.0), "alpha=-1.0 must be at least 0 and at most 10"),
-        (dict(partition="dirichlet"), "sentences have no classes"),
+        (dict(partition="dirichlet"), "without classes, since sentences have none, got partition 'dirichlet'"),
         (dict(source="de", target="de"), "source='de' and target='de' are the same language"),
     ],
 )

@@ -4,7 +4,7 @@ With B windows of T + 1 bytes or tokens, x_0 … x_T,
 
     L = mean over windows and t of −ln p(x_{t+1} | x_0 … x_t),    t = 0 … T − 1
 
-The metric `loss` is the same over the windows for validation, in nats per byte or per token. Perplexity is e^loss. `loss_per_byte`
+The metric `loss` is the same mean over the validation windows, in nats per byte or per token. Perplexity is e^loss. `loss_per_byte`
 is the loss per token divided by the mean number of bytes in a predicted token.
 
 References: Bengio et al. 2003, JMLR 3 (neural language models and their perplexity); Sennrich et al. 2016, arXiv 1508.07909 (BPE).
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from decjax.models import Model, decoder
-from decjax.options import Range
+from decjax.options import Range, check_range
 from decjax.tasks import bpe, text
 from decjax.tasks import partition as partition_lib
 from decjax.tasks.task import Data, Task
@@ -28,19 +28,17 @@ PROMPT = 32  # bytes, or tokens
 
 
 class Lm(Task, name="lm"):
-    """Language modelling: predicts the next byte of a text, or the next token; the metric is the loss in nats for each of them.
-
-    All runs report the perplexity e^loss, per byte or per token; with tokens they also report the loss per byte.
+    """Language modeling: predicts the next byte or token of a text; metrics are the loss and the perplexity.
 
     Attributes:
         model: a language model with a vocabulary of at least 256.
         path: a text file or a folder of them, JSON lines, Parquet, or module:NAME of a source of text; see `tasks.sources`. Empty:
             the sources of the running Python's standard library.
-        field: which field of JSON lines or Parquet holds the text.
-        tokenizer: "bytes", or "bpe": byte-pair encoding, trained on the text, with as many tokens as the model's vocabulary has.
+        field: the field of JSON lines or Parquet that holds the text.
+        tokenizer: "bytes", or "bpe": byte-pair encoding, trained on the text, with the vocabulary size of the model.
         partition: which windows of text each worker has: "iid", "contiguous" or "dirichlet(alpha=0.1)", by file; see
             `tasks.partition`.
-        sample_bytes: how many bytes or tokens of text the trained model writes at the end; 0: none.
+        sample_bytes: bytes or tokens of sample text that the trained model generates at the end; 0: none.
     """
 
     models = ("decoder",)
@@ -55,8 +53,7 @@ class Lm(Task, name="lm"):
 
     def __post_init__(self):
         partition_lib.parse(self.partition)
-        if self.model.vocabulary < 256:
-            raise ValueError(f"model vocabulary={self.model.vocabulary} is less than 256, the number of bytes; use 256")
+        check_range("model vocabulary", self.model.vocabulary, Range(bpe.BYTES))
 
     @property
     def metrics(self) -> dict[str, str]:
@@ -86,7 +83,7 @@ class Lm(Task, name="lm"):
             coder = bpe.train(text.lines(corpus.train, corpus.starts), self.model.vocabulary)
             corpus = text.encoded(corpus, coder)
         for name, part in (("training", corpus.train), ("validation", corpus.valid)):
-            text.num_windows(part, T, f"data path {self.path!r}: the text for {name}")
+            text.num_windows(part, T, self.path, f"the text for {name}")
 
         def facts():
             if coder:
@@ -104,10 +101,10 @@ class Lm(Task, name="lm"):
         )
 
     def derived(self, values: Mapping[str, float], data: Data, limit: int) -> dict[str, float]:
-        found = {"perplexity": math.exp(min(values["loss"], 700.0))}
+        metrics = {"perplexity": math.exp(min(values["loss"], 700.0))}
         if data.more is None:
-            return found
-        return found | {"loss_per_byte": values["loss"] / float(data.more.bytes_V[data.validation(limit)[:, 1:]].mean())}
+            return metrics
+        return metrics | {"loss_per_byte": values["loss"] / float(data.more.bytes_V[data.validation(limit)[:, 1:]].mean())}
 
     def show(self, params: PyTree, variables: PyTree, data: Data, key: jax.Array) -> str:
         if not self.sample_bytes:
@@ -115,6 +112,3 @@ class Lm(Task, name="lm"):
         prompt = data.validation(1)[0, :PROMPT].tolist()
         tokens = [*prompt, *decoder.sample(self.model, params, prompt, self.sample_bytes, key)]
         return (data.more.decode(tokens) if data.more else bytes(tokens)).decode("utf-8", errors="replace")
-
-
-lm = Lm

@@ -1,12 +1,12 @@
-"""Which examples each worker trains on, for N workers:
+"""Partitions of the training examples over N workers:
 
-    iid           in every epoch all examples are shuffled and distributed over the workers
+    iid           all examples are reshuffled and distributed over the workers in every epoch
     contiguous    worker i has the i-th of N consecutive parts of the data
-    dirichlet     each worker has its own proportions of classes, drawn from Dirichlet(α): alike for large α, few for small α
+    dirichlet     each worker draws its class proportions from Dirichlet(α): similar ones for large α, few classes for small α
 
-The partition is a function of (its name and options, the labels, N, the seed). Workers' numbers of examples differ by at most one.
+A partition depends only on (its name and options, the labels, N, the seed). The workers' numbers of examples differ by at most one.
 
-Reference: Hsu et al. 2019, arXiv 1909.06335. Here every example is used: workers whose class has run out take examples of others.
+Reference: Hsu et al. 2019, arXiv 1909.06335. Here every example is used: workers whose class is exhausted take examples of others.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ def parse(partition: str) -> tuple[str, float]:
 
 
 def choose(kind: str, text: str, known: Mapping[str, Callable]) -> tuple[str, dict[str, Any]]:
-    """Return the name of a function in a table and all of its options, from a call form; a ValueError if they are none."""
+    """Return the name of a function in a table and all of its options, from a call form; a ValueError if one is unknown."""
     name, given = registry.parse(kind, text)
     check_choice(kind, name, tuple(known))
     options = {key: option for key, option in registry.options_of(known[name]).items() if not option.is_required}
@@ -51,7 +51,7 @@ PARTITIONS = {"iid": _everywhere, "contiguous": _everywhere, "dirichlet": _by_cl
 
 
 def deal(partition: str, labels: np.ndarray, num_workers: int, batch_size: int, seed: int) -> Callable[[int, int], np.ndarray]:
-    """`indices(worker, step)`: the positions of the B examples of a worker's batch; every epoch has another order.
+    """Return `indices(worker, step)`: the positions of the B examples of a worker's batch; every epoch has a different order.
 
     Args:
         partition: "iid", "contiguous", or "dirichlet(alpha=0.1)".
@@ -61,8 +61,7 @@ def deal(partition: str, labels: np.ndarray, num_workers: int, batch_size: int, 
         seed: of the run.
 
     Raises:
-        ValueError: if the partition is unknown, α is not positive, there are fewer examples than workers, or "dirichlet" is given a
-            single class.
+        ValueError: if the partition is unknown, there are fewer examples than workers, or "dirichlet" has a single class.
 
     Example:
         >>> indices = deal("dirichlet(alpha=0.1)", np.arange(40) % 4, num_workers=8, batch_size=5, seed=0)
@@ -85,18 +84,18 @@ def deal(partition: str, labels: np.ndarray, num_workers: int, batch_size: int, 
 
 
 def split(alpha: float, labels: np.ndarray, num_workers: int, seed: int) -> list[np.ndarray]:
-    """The positions of each worker's own examples, with class proportions from Dirichlet(α); consecutive parts for α = ∞."""
+    """Return the positions of each worker's examples, with class proportions from Dirichlet(α); consecutive parts for α = ∞."""
     cuts = np.arange(num_workers + 1) * len(labels) // num_workers
     if alpha == math.inf:
         return [np.arange(begin, end) for begin, end in itertools.pairwise(cuts)]
     sizes_N = np.diff(cuts)
     classes, labels, stock_K = np.unique(labels, return_inverse=True, return_counts=True)
     if len(classes) == 1:
-        raise ValueError("partition 'dirichlet' divides the data by class, but all data is of one; use iid or contiguous")
+        raise ValueError("partition 'dirichlet' divides data by class, but all data is of one; use iid or contiguous")
     rng = np.random.default_rng(seed)
     taken_NxK = _allot(_log_gamma(rng, alpha, (len(sizes_N), len(classes))), sizes_N, stock_K)
     of_class = np.split(np.argsort(labels, kind="stable"), stock_K.cumsum()[:-1])
-    pieces = [np.split(rng.permutation(own), taken_N.cumsum()) for own, taken_N in zip(of_class, taken_NxK.T, strict=True)]
+    pieces = [np.split(rng.permutation(members), taken_N.cumsum()) for members, taken_N in zip(of_class, taken_NxK.T, strict=True)]
     # For each class N pieces and a remainder; transposed, one list for each worker and one of the remainders.
     *parts, left = zip(*pieces, strict=True)
     more = np.split(rng.permutation(np.concatenate(left)), (sizes_N - taken_NxK.sum(axis=1)).cumsum()[:-1])
@@ -117,5 +116,5 @@ def _allot(log_weight_NxK: np.ndarray, sizes_N: np.ndarray, stock_K: np.ndarray)
         wanted_NxK = need_N[:, None] * weight_NxK / np.maximum(weight_NxK.sum(axis=1, keepdims=True), 1e-300)
         given_NxK = np.floor(wanted_NxK * np.minimum(1, stock_K / np.maximum(wanted_NxK.sum(axis=0), 1e-300)) + 1e-9).astype(int)
         if not given_NxK.any():
-            return taken_NxK  # Every share is below one example: the rest is distributed at random by the caller.
+            return taken_NxK  # Every share is below one example: the caller distributes the rest at random.
         taken_NxK, need_N, stock_K = taken_NxK + given_NxK, need_N - given_NxK.sum(axis=1), stock_K - given_NxK.sum(axis=0)

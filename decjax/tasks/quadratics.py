@@ -1,4 +1,4 @@
-"""The task "quadratics": a sum of quadratics whose optimum, heterogeneity, noise and condition are known, to check convergence.
+"""The task "quadratics": a sum of quadratics with known optimum, heterogeneity, noise and condition number, to test convergence.
 
     f_i(x) = ½ (x − x*)ᵀ H_i (x − x*) − ζ u_iᵀ (x − x*),    Σ u_i = 0,  mean ‖u_i‖² = 1
     f(x) = mean f_i(x) = ½ (x − x*)ᵀ H (x − x*)
@@ -8,7 +8,7 @@ thirds. The gradient of one example is ∇f_i(x) − σ ξ with E‖ξ‖² = 1.
 variance of the gradient of a batch of B.
 """
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from decjax.typing import PyTree
 
 
 class Examples(NamedTuple):
-    """Examples, each a quadratic ½ Σ_k h_k (x_k − t_k)² of curvature h and target t; the one for validation is f(x) − f(x*)."""
+    """Quadratics ½ Σ_k h_k (x_k − t_k)² of curvature h and target t; the validation example is f(x) − f(x*)."""
 
-    curvature_BxP: Any
-    target_BxP: Any
+    curvature_BxP: PyTree
+    target_BxP: PyTree
 
 
 class Quadratics(Task, name="quadratics"):
@@ -71,7 +71,7 @@ class Quadratics(Task, name="quadratics"):
 
     def load(self, num_workers: int, batch_size: int, seed: int) -> Data:
         dimension, heterogeneity, noise, condition = self.dimension, self.heterogeneity, self.noise, self.condition
-        # The optimum does not depend on N, so that a run may continue with more workers.
+        # The optimum does not depend on N, so that a run can continue with more workers.
         optimum_P = np.random.default_rng((seed, 0)).normal(size=dimension)
         rng = np.random.default_rng((seed, num_workers))
         curvature_P = np.geomspace(1 / condition, 1, dimension)
@@ -94,6 +94,3 @@ class Quadratics(Task, name="quadratics"):
             validation=lambda limit: examples(curvature_P, np.zeros((1, dimension))),
             fingerprint=f"quadratics({dimension=}, {heterogeneity=}, {noise=}, {condition=}), {seed=}",
         )
-
-
-quadratics = Quadratics

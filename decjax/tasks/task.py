@@ -1,22 +1,25 @@
-"""The interface of a task: all that the trainer and pipelines use of models and data.
+"""The interface of a task: everything that the trainer and pipelines use of models and data.
 
     loss, variables = loss(params, variables, batch, key)      weighted mean over one worker's batch, to be differentiated
     sums_B, weight_B = measure(params, variables, examples)    one value per example; a metric is Σ sum ÷ Σ weight
 
-Variables are what a model stores next to its parameters and what no gradient changes, such as batch statistics; () where there are
-none. Each worker has its own; for evaluation they are averaged like the parameters.
+Variables are model state that is not trained by gradients, such as batch statistics; () where there are none. Each worker has its own;
+for evaluation they are averaged like the parameters.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
+import zlib
 
 import jax
 import numpy as np
 
 from decjax import registry
+from decjax.models import Parts
 from decjax.options import Range
 from decjax.typing import PyTree
 
+T = TypeVar("T")
 HeldOut = Annotated[float, Range(0, 1, above=True, below=True)]  # share of examples that are for validation
 
 
@@ -26,8 +29,8 @@ class Data(NamedTuple):
     Attributes:
         batch: `batch(worker, step) -> examples`, a pytree of NumPy arrays [B, …].
         validation: `validation(limit) -> examples`, evenly spaced ones, [W, …]; limit 0: all.
-        fingerprint: identifies the data; a run is continued only on data with the same one.
-        facts: `facts()`, numbers about the data by name, for a run's summary.
+        fingerprint: identifies the data; a run is continued only on data with the same fingerprint.
+        facts: `facts()`, statistics of the data by name, for the summary of a run.
         more: what `Task.derived`, `score` and `show` also need, such as a tokenizer.
     """
 
@@ -41,12 +44,12 @@ class Data(NamedTuple):
 class Task(registry.Part, kind="task"):
     """The loss of a model, its data and its metrics, as pure functions of plain pytrees.
 
-    A task implements `init`, `loss`, `measure`, `metrics`, `examples` and `load`; all else has a default. Its trait `models` names the
-    models that it can train, and a model may name further tasks in its trait `tasks`. The built model is the field `model`. Models of
-    images come as a function that the task calls with the images' shape and classes (see `models.ImageModel`).
+    A task implements `init`, `loss`, `measure`, `metrics`, `examples` and `load`; everything else has a default. The built model is the
+    field `model`; image models are functions that the task calls with the images' shape and classes (see `models.ImageModel`).
 
     Attributes:
-        models: the registered models that it can train; () for a task with a model of its own.
+        models: the registered models that it can train; () for a task with a built-in model. A model may name further tasks in its
+            trait `tasks`.
         item: what `items` counts, such as "tokens".
     """
 
@@ -76,7 +79,7 @@ class Task(registry.Part, kind="task"):
         raise NotImplementedError
 
     def examples(self, batch_size: int) -> PyTree:
-        """Return shapes and dtypes of a batch; of the largest one if batches have a few shapes or validation examples are larger."""
+        """Return shapes and dtypes of a batch; of the largest one if batches differ in shape or validation examples are larger."""
         raise NotImplementedError
 
     def load(self, num_workers: int, batch_size: int, seed: int) -> Data:
@@ -86,7 +89,7 @@ class Task(registry.Part, kind="task"):
     def weight(self, batch: PyTree) -> jax.Array | None:
         """Return the positive number that `loss` divides by if it depends on the batch, such as its tokens without padding.
 
-        Microbatches count in proportion to it. None: it is the same for all batches of a size.
+        Microbatches are weighted by it. None: it depends on the batch size only.
         """
         return None
 
@@ -99,38 +102,49 @@ class Task(registry.Part, kind="task"):
         return {}
 
     def score(self, params: PyTree, variables: PyTree, data: Data) -> dict[str, float]:
-        """Return metrics of the trained, averaged model that are no means over examples, such as BLEU."""
+        """Return metrics of the trained, averaged model that are not means over examples, such as BLEU."""
         return {}
 
     def show(self, params: PyTree, variables: PyTree, data: Data, key: jax.Array) -> str:
-        """Return a text that shows people what the trained model does, or an empty one."""
+        """Return sample output of the trained model as text, or an empty string."""
         return ""
 
     @property
     def items(self) -> int:
-        """How many items one example counts as in throughput: T tokens for a sequence."""
+        """The items of an example in throughput figures: T tokens for a sequence."""
         return 1
 
     @property
-    def parts(self) -> Any:
-        """The model split up for pipelines, a `models.Parts`; None if it cannot be divided."""
-        return getattr(getattr(self, "model", None), "parts", None)
+    def parts(self) -> Parts | None:
+        """The model split up for pipelines; None if it cannot be divided."""
+        return self._of_model("parts", None)
 
     @property
     def divided(self) -> tuple[tuple[str, int], ...]:
         """Which parameters a tensor-parallel group divides; see `models.Model`."""
-        return getattr(getattr(self, "model", None), "divided", ())
+        return self._of_model("divided", ())
 
     @property
     def units(self) -> tuple[tuple[str, int], ...]:
-        """Which parameters belong to hidden units, of which a part of the network may be made.
+        """The parameters of hidden units, of which methods such as independent subnets train a subset.
 
-        Pairs of the end of a parameter's path and the axis (negative, counted from the end) along which its units are.
+        Pairs of the end of a parameter's path and the axis (negative, counted from the end) of its units.
         """
-        return getattr(getattr(self, "model", None), "units", ())
+        return self._of_model("units", ())
+
+    def _of_model(self, name: str, default: T) -> T:
+        return getattr(getattr(self, "model", None), name, default)
 
 
 def spaced(count: int, limit: int) -> np.ndarray:
     """Return the indices of `limit` evenly spaced ones of `count` examples, or of all where `limit` is 0 or larger than `count`."""
     chosen = min(limit, count) if limit else count
     return np.arange(chosen) * count // chosen
+
+
+def checksum(parts: Iterable[bytes | np.ndarray]) -> str:
+    """Return the CRC-32 of data, for fingerprints."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return f"crc {crc:08x}"

@@ -5,47 +5,50 @@ worker's batch that are not padding,
 
     L = Σ_t [(1 − ε) (−ln p(y_t | y_{<t}, x)) + ε · mean_{v ∈ V} −ln p(v | y_{<t}, x)] ÷ Σ_t 1
 
-The metric `loss` is L with ε = 0 over the pairs for validation, in nats per token. `bleu`, from 0 to 100, is sacrebleu's corpus BLEU
-with its defaults (case kept, tokenizer 13a; version: requirements.txt) and one reference, of the averaged model's beam search on
-the test set.
+The metric `loss` is L with ε = 0 over the validation pairs, in nats per token. `bleu`, from 0 to 100, is sacrebleu's corpus BLEU of the
+averaged model's beam search on the test set, with one reference and sacrebleu's defaults (case-sensitive, tokenizer 13a; version:
+requirements.txt).
 
 References: Vaswani et al. 2017, arXiv 1706.03762, section 5.4 (label smoothing, from Szegedy et al. 2016, arXiv 1512.00567);
 Papineni et al. 2002 (BLEU); Post 2018, arXiv 1804.08771 (sacrebleu).
 """
 
+from collections.abc import Callable
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from decjax import registry
 from decjax.models import beam
-from decjax.models.translator import PAD, SPECIAL, Translator
+from decjax.models.translator import EOS, PAD, SPECIAL, Translator
 from decjax.options import Decay, Range
 from decjax.tasks import bpe, parallel
 from decjax.tasks import partition as partition_lib
 from decjax.tasks.parallel import Pairs
-from decjax.tasks.task import Data, Task, spaced
+from decjax.tasks.sources import expect, optional
+from decjax.tasks.task import Data, Task, checksum, spaced
 from decjax.typing import PyTree
 
 PART = 64  # sources that are translated at once
-SHOWN = 3  # translations that are shown at the end
+SHOWN = 3  # sample translations at the end of a run
 
 
 class Translation(Task, name="translation"):
     """Translation between two languages; metrics are the loss in nats per token, and BLEU of the averaged model at the end.
 
-    An example counts as `length` tokens in throughput, since padding is computed, too.
+    An example counts as `length` tokens in throughput, since padding is computed as well.
 
     Attributes:
         model: a translation model.
         path: a folder of parallel files, one sentence a line: train.de, train.en, val.de, val.en and those of `test`; plain or .gz.
-        source: the language to translate from, the end of its files' names.
+        source: the language to translate from, the suffix of its files.
         target: the language to translate to.
         test: name of the split that BLEU is measured on.
-        length: tokens of the longest sentence with its end; longer ones are cut.
+        length: tokens of the longest sentence with its end token; longer ones are truncated.
         partition: which pairs each worker has: "iid" or "contiguous".
         smoothing: share ε of the target distribution that is spread over all tokens while training; see `optax.smooth_labels`.
         beams: width of the beam search; 1 with alpha=0: greedy search.
@@ -54,6 +57,14 @@ class Translation(Task, name="translation"):
 
     models = ("translator",)
     item = "tokens"
+    requires = (
+        registry.Requirement(
+            "partition",
+            "a partition without classes, since sentences have none",
+            lambda text: partition_lib.parse(text)[0] != "dirichlet",
+            "use iid or contiguous",
+        ),
+    )
 
     model: Translator
     path: str = ""
@@ -67,8 +78,6 @@ class Translation(Task, name="translation"):
     alpha: Annotated[float, Range(0, 10)] = 0.6
 
     def __post_init__(self):
-        if partition_lib.parse(self.partition)[0] == "dirichlet":
-            raise ValueError(f"task partition={self.partition!r}: sentences have no classes; use iid or contiguous")
         if self.source == self.target:
             raise ValueError(
                 f"task source={self.source!r} and target={self.target!r} are the same language; use two, such as de and en"
@@ -92,7 +101,7 @@ class Translation(Task, name="translation"):
     def weight(self, batch: Pairs) -> jax.Array:
         return _real(batch).sum()
 
-    def _nll(self, params, pairs, key, smoothing):
+    def _nll(self, params: PyTree, pairs: Pairs, key: jax.Array | None, smoothing: float) -> tuple[jax.Array, jax.Array]:
         """(nll_BxT in nats, real_BxT: 1 where there is a token to predict)."""
         logits_BxTxV = self.model.logits(params, pairs.source_BxS, pairs.target_BxT1[:, :-1], key)
         labels_BxT = pairs.target_BxT1[:, 1:]
@@ -115,35 +124,39 @@ class Translation(Task, name="translation"):
         return Pairs(shape(self.length), shape(self.length + 1))
 
     def load(self, num_workers: int, batch_size: int, seed: int) -> Data:
-        _bleu()  # A run should not end with the error.
+        _bleu()  # Fail early if sacrebleu is missing.
         train, valid, test = (parallel.read(self.path, split, (self.source, self.target)) for split in ("train", "val", self.test))
-        if len(train[0]) < num_workers:
-            raise ValueError(
-                f"data path {self.path!r} has {len(train[0])} pairs of sentences for {num_workers} workers; "
-                "use more data or fewer workers"
-            )
+        problem = f"has {len(train[0])} pairs of sentences for {num_workers} workers"
+        expect(len(train[0]) >= num_workers, self.path, problem, "use more data or fewer workers")
         coder = bpe.train([*train[0], *train[1]], self.model.vocabulary, SPECIAL)
-        held_out = parallel.lay_out(coder.encode(valid[0]), coder.encode(valid[1]), self.length)
-        pairs = coder.encode(train[0]), coder.encode(train[1])
-        batch = parallel.batches(
-            *pairs, longest=self.length, batch_size=batch_size, num_workers=num_workers, seed=seed, partition=self.partition
-        )
+        held_out = parallel.lay_out(*map(coder.encode, valid), self.length)
+        sources, targets = map(coder.encode, train)
+        texts = [b"\n".join(text) for text in (*train, *valid, *test)]
+        tokens = (np.append(sentence, EOS).astype(np.int32) for sentence in (*sources, *targets))
         return Data(
-            batch=batch,
+            batch=parallel.batches(
+                sources,
+                targets,
+                longest=self.length,
+                batch_size=batch_size,
+                num_workers=num_workers,
+                seed=seed,
+                partition=self.partition,
+            ),
             validation=lambda limit: jax.tree.map(lambda x: x[spaced(len(x), limit)], held_out),
-            fingerprint=parallel.fingerprint([*train, *valid, *test], pairs),
-            more=_Test(coder, test[0], test[1]),
+            fingerprint=f"{len(train[0])} pairs, {checksum((*texts, *tokens))}",
+            more=_Test(coder, *test),
         )
 
     def translate(self, params: PyTree, data: Data, texts: list[bytes]) -> list[str]:
         """Return the model's translations."""
         test = data.more
         source_BxS = parallel.lay_out(test.coder.encode(texts), [np.zeros(0, np.int32)] * len(texts), self.length).source_BxS
-        found = beam.search(self.model, params, source_BxS, beams=self.beams, alpha=self.alpha, length=self.length)
-        return [test.coder.decode(beam.cut(tokens_T)).decode(errors="replace") for tokens_T in np.asarray(found)]
+        best_BxT = beam.search(self.model, params, source_BxS, beams=self.beams, alpha=self.alpha, length=self.length)
+        return [test.coder.decode(beam.cut(tokens_T)).decode(errors="replace") for tokens_T in np.asarray(best_BxT)]
 
     def score(self, params: PyTree, variables: PyTree, data: Data) -> dict[str, float]:
-        # Sources of like length together, in parts of one shape.
+        # Sources of similar length are translated together, in parts of one shape.
         test = data.more
         order = np.argsort([len(text) for text in test.sources], kind="stable")
         parts = [order[k : k + PART] for k in range(0, len(order), PART)]
@@ -157,29 +170,22 @@ class Translation(Task, name="translation"):
     def show(self, params: PyTree, variables: PyTree, data: Data, key: jax.Array) -> str:
         texts = [data.more.sources[k] for k in spaced(len(data.more.sources), SHOWN)]
         pairs = zip(texts, self.translate(params, data, texts), strict=True)
-        return "\n".join(f"{text.decode(errors='replace')}\n  → {found}" for text, found in pairs)
+        return "\n".join(f"{text.decode(errors='replace')}\n  → {written}" for text, written in pairs)
 
 
-def _real(pairs):
+def _real(pairs: Pairs) -> jax.Array:
     """real_BxT: 1 where there is a token to predict, 0 for padding."""
     return (pairs.target_BxT1[:, 1:] != PAD).astype(jnp.float32)
 
 
-def _bleu():
-    try:
-        import sacrebleu
-    except ImportError as error:
-        raise ValueError("BLEU needs the package sacrebleu: pip install sacrebleu") from error
-    return sacrebleu.corpus_bleu
+def _bleu() -> Callable[..., Any]:
+    return optional("sacrebleu", "BLEU").corpus_bleu
 
 
 @dataclasses.dataclass(frozen=True)
 class _Test:
-    """What translations are made of and compared with."""
+    """The test set and the vocabulary."""
 
     coder: bpe.Bpe
     sources: list[bytes]
     targets: list[bytes]
-
-
-translation = Translation
