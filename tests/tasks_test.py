@@ -124,7 +124,7 @@ def test_every_model_is_of_a_task():
     [
         ("lm", "decoder", dict(partition="striped"), "'striped' is unknown; use one of iid, contiguous, dirichlet"),
         ("lm", "decoder", dict(sample_bytes=1000000007), "sample_bytes=1000000007 must be at least 0 and at most 100000"),
-        ("lm", "decoder(vocabulary=200)", {}, "vocabulary=200 is less than 256"),
+        ("lm", "decoder(vocabulary=200)", {}, "vocabulary=200 must be at least 256"),
         ("images", "mlp", dict(dataset="cifar"), "dataset='cifar' is unknown; use one of digits, cifar10"),
         ("images", "mlp", dict(smoothing=1.0), "smoothing=1.0 must be at least 0 and less than 1"),
         ("images", "mlp", dict(validation=1.0), "validation=1.0 must be more than 0 and less than 1"),
@@ -148,9 +148,9 @@ def test_impossible_tasks_are_refused(task, model, options, message):
     "chosen, message",
     [
         ("resnet(depth=18)", "depth=18 is not 6n \\+ 2, .*; use 14"),
-        ("resnet(depth=6)", "depth=6 .*; use 8"),
+        ("resnet(depth=6)", "depth=6 must be at least 8"),
         ("resnet(norm=layer)", "norm='layer' is unknown; use one of batch, group"),
-        ("resnet(norm=group,width=12)", "width=12 is not divisible by 8"),
+        ("resnet(norm=group,width=12)", "norm='group': width=12 must be a multiple of 8"),
         ("dlrm(width=0)", "width=0 must be at least 1"),
         ("dlrm(depth=-1)", "depth=-1 must be at least 0"),
         ("mlp(hidden=0)", "hidden=0 must be at least 1"),
@@ -218,7 +218,7 @@ def test_images_that_are_all_of_one_color_are_told(tmp_path):
     for name in ("data_batch_1", "test_batch"):
         (tmp_path / f"{name}.bin").write_bytes(b"".join(bytes([label, *[7] * 3072]) for label in range(4)))
     task = registry.make("task", "images", model=registry.make("model", "mlp"), dataset="cifar10", path=str(tmp_path))
-    with pytest.raises(ValueError, match="channel 0 of all 4 training images is 7; give images that differ"):
+    with pytest.raises(ValueError, match="has training images with a channel of one value only; give images that differ"):
         task.load(1, 1, 0)
 
 

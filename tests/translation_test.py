@@ -1,9 +1,11 @@
 """The task "translation": its batches, masks and shift, its cache, its beam search, and BLEU."""
 
 import collections
+from collections.abc import Callable
 import gzip
 import itertools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import optax
 import pytest
 import sacrebleu
 
-from decjax import models, registry
+from decjax import registry
 from decjax.models import beam
 from decjax.models.translator import BOS, EOS, PAD, Cache
 from decjax.tasks import parallel, translation
@@ -55,7 +57,9 @@ def made(folder):
 
 
 def compiled(model):
-    return model._replace(logits=jax.jit(model.logits), follow=jax.jit(model.follow))
+    for name in ("logits", "follow"):
+        object.__setattr__(model, name, jax.jit(getattr(model, name)))
+    return model
 
 
 # -- Data -------------------------------------------------------------------------------------------------------------
@@ -241,7 +245,7 @@ def test_dropout_is_drawn_by_the_key(made, folder):
 
 def test_masks_of_dropout_are_independent(folder):
     """At all sites of one key: the embeddings, and each branch of three layers."""
-    draws = make(folder, dropout=0.5)[0].logits.__self__._drop
+    draws = make(folder, dropout=0.5)[0]._drop
     sites = [(0, 0), (0, 1), *itertools.product(range(1, 4), range(3))]
     masks = [draws(jax.random.key(0), layer)(jnp.ones(200_000), site) > 0 for layer, site in sites]
     correlation = np.corrcoef(np.array(masks, np.float32)) - np.eye(len(sites))
@@ -262,6 +266,12 @@ def test_following_token_by_token_gives_the_logits_of_the_whole(made):
 # -- Beam search ------------------------------------------------------------------------------------------------------
 
 
+class Markov(NamedTuple):
+    begin: Callable
+    follow: Callable
+    vocabulary: int
+
+
 def markov(table_TxVxV):
     """A model whose next token depends on the position and the last token: logits = table[position, last]."""
 
@@ -272,7 +282,7 @@ def markov(table_TxVxV):
     def follow(params, memory, tokens_R, position):
         return jnp.asarray(table_TxVxV)[position, tokens_R], memory
 
-    return models.Translator(None, None, begin, follow, table_TxVxV.shape[-1])
+    return Markov(begin, follow, table_TxVxV.shape[-1])
 
 
 def best(table_TxVxV, alpha):

@@ -1,14 +1,16 @@
-"""The interface of image classifiers, pure functions made from a Flax module; and the smallest one, a multilayer perceptron."""
+"""The interface of image classifiers, pure functions made from a Flax module, and a multilayer perceptron."""
 
 from collections.abc import Callable
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax import nnx
 import jax
 
 from decjax import registry
+from decjax.models import layers
 from decjax.options import Count
+from decjax.typing import PyTree
 
 
 class ImageModel(NamedTuple):
@@ -20,27 +22,27 @@ class ImageModel(NamedTuple):
         init: `init(key) -> (params, variables)`; variables are running batch statistics, () where there are none.
         apply: `apply(params, variables, images_BxHxWxC, train) -> (logits_BxK, variables)`. With `train`, batch norm uses the
             statistics of this batch and updates the variables with them; otherwise it uses the variables and leaves them unchanged.
-        units: which parameters belong to hidden units; see `tasks.Task`.
+        units: the parameters of hidden units; see `tasks.Task`.
     """
 
-    init: Callable[[jax.Array], tuple[Any, Any]]
-    apply: Callable[[Any, Any, jax.Array, bool], tuple[jax.Array, Any]]
+    init: Callable[[jax.Array], tuple[PyTree, PyTree]]
+    apply: Callable[[PyTree, PyTree, jax.Array, bool], tuple[jax.Array, PyTree]]
     units: tuple[tuple[str, int], ...] = ()
 
 
-Build = Callable[[tuple[int, int, int], int], ImageModel]  # (shape_HWC, classes), which the task knows
+Build = Callable[[tuple[int, int, int], int], ImageModel]  # (shape_HWC, classes) of the task's data
 
 
-def pure(module: Callable[[nnx.Rngs], nnx.Module], units: tuple[tuple[str, int], ...] = ()) -> ImageModel:
-    """An `ImageModel` from a Flax module: `module(rngs)` builds it, and the built one is called with (images_BxHxWxC, train)."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: module(nnx.Rngs(0))))
+def pure(module: layers.Build, units: tuple[tuple[str, int], ...] = ()) -> ImageModel:
+    """Return an `ImageModel` from a function that builds a Flax module, which is called with (images_BxHxWxC, train)."""
+    bound = layers.bound(module)
 
     def split(built):
         params, variables = nnx.state(built, nnx.Param, ...)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(variables) or ()
 
     def apply(params, variables, images_BxHxWxC, train):
-        built = nnx.merge(graph, nnx.State(params), nnx.State(variables or {}))
+        built = bound(params, variables or {})
         logits_BxK = built(images_BxHxWxC, train)
         return logits_BxK, split(built)[1]
 
@@ -54,7 +56,7 @@ class MLP(nnx.Module):
         self.up = nnx.Linear(pixels, hidden, kernel_init=nnx.initializers.he_normal(), rngs=rngs)
         self.head = nnx.Linear(hidden, classes, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
-    def __call__(self, x_BxHxWxC, train):
+    def __call__(self, x_BxHxWxC: jax.Array, train: bool) -> jax.Array:
         return self.head(jax.nn.relu(self.up(x_BxHxWxC.reshape(len(x_BxHxWxC), -1))))
 
 

@@ -1,11 +1,12 @@
-"""A residual network for small images: 3 stages of n blocks, 6n + 2 layers (He et al. 2015, arXiv 1512.03385, section 4.2).
+"""A residual network for small images: 3 stages of n blocks, 6n + 2 layers.
 
 Shortcuts have no parameters: where a stage halves the image and doubles the width, they take every other pixel and pad the new
-channels with zeros. The scale of a block's last norm is initialized to zero (Goyal et al. 2017, arXiv 1706.02677), so that a block
-is at first equal to its shortcut.
+channels with zeros. The scale of a block's last norm is initially zero, so a block is initially equal to its shortcut.
+
+References: He et al. 2015, arXiv 1512.03385, section 4.2; Goyal et al. 2017, arXiv 1706.02677 (zero scale).
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from flax import nnx
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from decjax import registry
 from decjax.models import images
-from decjax.options import Count
+from decjax.options import Count, Range, check_range
 
 GROUP = 8  # channels that are normalized together
 
@@ -27,7 +28,7 @@ class Norm(nnx.Module):
         else:
             self.norm = nnx.GroupNorm(width, num_groups=None, group_size=min(GROUP, width), scale_init=initial, rngs=rngs)
 
-    def __call__(self, x_BxHxWxC, train):
+    def __call__(self, x_BxHxWxC: jax.Array, train: bool) -> jax.Array:
         if isinstance(self.norm, nnx.BatchNorm):
             return self.norm(x_BxHxWxC, use_running_average=not train)
         return self.norm(x_BxHxWxC)
@@ -43,12 +44,12 @@ class Convolution(nnx.Module):
         values = jax.random.uniform(rngs.params(), (9 * inputs * width,), minval=-limit, maxval=limit)
         self.kernel = nnx.Param(values.reshape(9 * inputs, width))
 
-    def __call__(self, x_BxHxWxC):
+    def __call__(self, x_BxHxWxC: jax.Array) -> jax.Array:
         return jax.lax.platform_dependent(x_BxHxWxC, self.kernel[...], cpu=self._by_products, default=self._by_operation)
 
     def _by_products(self, x_BxHxWxC, kernel_9CxF):
-        """Three matrix products, one for each row of the kernel. Where every worker has a kernel of its own, the convolutions of
-        XLA's CPU backend take longer, above all when they are differentiated."""
+        """Three matrix products, one for each row of the kernel. With a kernel per worker, the convolutions of XLA's CPU backend are
+        slower, especially their derivatives."""
         B, H, W, C = x_BxHxWxC.shape
         padded = jnp.pad(x_BxHxWxC, ((0, 0), (1, 1), (1, 1), (0, 0)))
         columns_BxHxWx3C = jnp.concatenate([padded[:, :, j : j + W : self.stride] for j in range(3)], axis=-1)
@@ -73,7 +74,7 @@ class Block(nnx.Module):
         self.second = Convolution(width, width, 1, rngs)
         self.second_norm = Norm(norm, width, rngs, nnx.initializers.zeros)
 
-    def __call__(self, x_BxHxWxC, train):
+    def __call__(self, x_BxHxWxC: jax.Array, train: bool) -> jax.Array:
         y_BxHxWxC = jax.nn.relu(self.first_norm(self.first(x_BxHxWxC), train))
         y_BxHxWxC = self.second_norm(self.second(y_BxHxWxC), train)
         shortcut = jnp.pad(x_BxHxWxC[:, :: self.stride, :: self.stride], [(0, 0)] * 3 + [(0, self.more)])
@@ -89,7 +90,7 @@ class ResNet(nnx.Module):
         self.blocks = nnx.List(Block(inputs, out, norm, rngs) for inputs, out in zip([width, *widths], widths))
         self.head = nnx.Linear(widths[-1], classes, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
-    def __call__(self, x_BxHxWxC, train):
+    def __call__(self, x_BxHxWxC: jax.Array, train: bool) -> jax.Array:
         x_BxHxWxC = jax.nn.relu(self.stem_norm(self.stem(x_BxHxWxC), train))
         for block in self.blocks:
             x_BxHxWxC = block(x_BxHxWxC, train)
@@ -97,21 +98,18 @@ class ResNet(nnx.Module):
 
 
 @registry.register("model", "resnet")
-def resnet(*, depth: int = 8, width: Count = 8, norm: Literal["batch", "group"] = "batch") -> images.Build:
-    """A residual network for small images (He et al. 2015, arXiv 1512.03385, section 4.2).
+def resnet(*, depth: Annotated[int, Range(8)] = 8, width: Count = 8, norm: Literal["batch", "group"] = "batch") -> images.Build:
+    """A residual network for small images.
 
     Args:
         depth: layers, 6n + 2 for n ≥ 1 blocks in each of three stages, such as 8, 14 or 20.
-        width: channels of the first stage; the others have twice and four times that. With norm="group", at most 8 or a multiple of
-            8.
-        norm: "batch", whose running statistics each worker keeps for itself, or "group", over 8 channels of one image, without any.
-
-    Raises:
-        ValueError: if depth or width is none of these.
+        width: channels of the first stage; the others have twice and four times as many. With norm="group", at most 8 or a multiple
+            of 8.
+        norm: "batch", whose running statistics are local to each worker, or "group", over 8 channels of one image, without any.
     """
-    if depth < 8 or depth % 6 != 2:
-        below = max(8, depth // 6 * 6 + 2 if depth % 6 >= 2 else depth // 6 * 6 - 4)
-        raise ValueError(f"model depth={depth} is not 6n + 2, n blocks in each of three stages; use {below}")
-    if norm == "group" and width > GROUP and width % GROUP:
-        raise ValueError(f"model width={width} is not divisible by {GROUP} with norm='group'; use 16")
-    return lambda shape, classes: images.pure(lambda rngs: ResNet(shape[-1], classes, (depth - 2) // 6, width, norm, rngs))
+    blocks, others = divmod(depth - 2, 6)
+    if others:
+        raise ValueError(f"model depth={depth} is not 6n + 2, n blocks in each of three stages; use {max(8, 6 * blocks + 2)}")
+    if norm == "group" and width > GROUP:
+        check_range("model norm='group': width", width, Range(multiple=GROUP))
+    return lambda shape, classes: images.pure(lambda rngs: ResNet(shape[-1], classes, blocks, width, norm, rngs))

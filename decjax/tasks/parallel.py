@@ -3,7 +3,7 @@
 A folder holds for every split one file for each language: `train.de`, `train.en`, `val.de`, …, plain or gzipped (`train.de.gz`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import gzip
 import os
@@ -126,19 +126,29 @@ def batches(
         dealt[number] = length, members, partition_lib.deal(partition, np.zeros(len(members)), num_workers, size, seed + number)
         order += [number] * max(1, round(len(members) / (num_workers * size)))
 
-    @functools.lru_cache(4)
-    def drawn_order(epoch: int) -> np.ndarray:
-        return np.random.default_rng((seed, epoch)).permutation(order)
+    return functools.partial(_batch, sources, targets, dealt, tuple(order), seed)
 
-    def batch(worker: int, step: int) -> Pairs:
-        epoch, k = divmod(step, len(order))
-        drawn = drawn_order(epoch)
-        length, members, indices = dealt[drawn[k]]
-        before = np.count_nonzero(drawn[:k] == drawn[k])  # batches of this length earlier in the pass
-        chosen = members[indices(worker, epoch * order.count(drawn[k]) + before)]
-        return lay_out([sources[k] for k in chosen], [targets[k] for k in chosen], length)
 
-    return batch
+def _batch(
+    sources: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray],
+    dealt: Mapping[int, tuple[int, np.ndarray, Callable[[int, int], np.ndarray]]],  # number of a length -> it, its pairs, batches
+    order: tuple[int, ...],  # the number of each batch's length, in a pass
+    seed: int,
+    worker: int,
+    step: int,
+) -> Pairs:
+    epoch, k = divmod(step, len(order))
+    drawn = _drawn(order, seed, epoch)
+    length, members, indices = dealt[drawn[k]]
+    before = np.count_nonzero(drawn[:k] == drawn[k])  # batches of this length earlier in the pass
+    chosen = members[indices(worker, epoch * order.count(drawn[k]) + int(before))]
+    return lay_out([sources[k] for k in chosen], [targets[k] for k in chosen], length)
+
+
+@functools.lru_cache(4)
+def _drawn(order: tuple[int, ...], seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(order)
 
 
 def _numbers(needed_E: np.ndarray, lengths: Sequence[int], num_workers: int) -> np.ndarray:

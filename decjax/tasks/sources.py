@@ -20,6 +20,7 @@ import pathlib
 import re
 import sysconfig
 from types import ModuleType
+from typing import Any
 
 from decjax.files import open_regular, parse_json
 
@@ -157,15 +158,12 @@ def _json_lines(file: pathlib.Path, field: str) -> Iterator[str]:
                 row = parse_json(line)
             except ValueError:
                 row = None
-            value = row.get(field, 0) if isinstance(row, dict) else 0  # 0 stands for any value that is refused.
-            expect(
-                value is None or isinstance(value, str),
-                file,
-                f"has in line {number} no JSON object with a string {field!r}",
-                _OTHER_FIELD,
-            )
-            if value is not None:
-                yield value
+            value: Any = row.get(field, row) if isinstance(row, dict) else row
+            if isinstance(row, dict) and value is None:
+                continue
+            problem = f"has in line {number} no JSON object with a string {field!r}"
+            expect(isinstance(row, dict) and isinstance(value, str), file, problem, _OTHER_FIELD)
+            yield value
 
 
 def _parquet(file: pathlib.Path, field: str) -> Iterator[str | bytes]:
@@ -176,7 +174,7 @@ def _parquet(file: pathlib.Path, field: str) -> Iterator[str | bytes]:
             yield value
 
 
-def _column(file: pathlib.Path, field: str) -> Iterator[object]:
+def _column(file: pathlib.Path, field: str) -> Iterator[Any]:
     parquet = optional("pyarrow.parquet", f"data path {str(file)!r}")
     errors = optional("pyarrow", "Parquet").ArrowException, OSError, ValueError
     with (

@@ -146,5 +146,5 @@ def checksum(parts: Iterable[bytes | np.ndarray]) -> str:
     """Return the CRC-32 of data, for fingerprints."""
     crc = 0
     for part in parts:
-        crc = zlib.crc32(part, crc)
+        crc = zlib.crc32(part if isinstance(part, bytes) else part.data, crc)
     return f"crc {crc:08x}"

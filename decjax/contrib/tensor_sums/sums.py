@@ -37,7 +37,7 @@ SCOPE = "group_sum"  # in the names of the messages of a compiled program
 
 
 class CodedSums(registry.Part, kind="product", name="coded"):
-    """A `models.decoder.Product` whose sums over a tensor-parallel group travel coded, forward and backward.
+    """A `models.layers.Product` whose sums over a tensor-parallel group travel coded, forward and backward.
 
     Attributes:
         codec: C, without state and random numbers, with messages of a fixed size.
@@ -82,7 +82,7 @@ class CodedSums(registry.Part, kind="product", name="coded"):
 
 
 def product(contract: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array, int], Any]:
-    """Return the `models.decoder.Product` whose sums are made by `contract(x, kernel)`, forward and backward."""
+    """Return the `models.layers.Product` whose sums are made by `contract(x, kernel)`, forward and backward."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
     def multiply(x_RxF, kernel_FxG, axis):
