@@ -292,6 +292,7 @@ def check_engine(engine: str, method: Method) -> None:
 
 def _check_sums(spec: RunSpec, task: tasks.Task) -> None:
     B, T1 = task.examples(spec.batch_per_worker // spec.pipeline.microbatches).shape
+    assert task.parts  # The caller checked.
     x_BxTxD, K = task.parts.activation(B, T1 - 1), spec.tensor
     uncoded_bytes = 2 * (K - 1) / K * x_BxTxD.size * x_BxTxD.dtype.itemsize
     coded_bytes = registry.make("product", "coded", codec=spec.tensor_codec).num_bytes((B * (T1 - 1), x_BxTxD.shape[-1]), K)
