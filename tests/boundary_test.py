@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from decjax import codecs, mesh, models, pipeline, registry, schedules
-from decjax.pipeline import links
+from decjax.contrib.probe import Probed
+from decjax.pipeline import boundary as boundary_lib
 from decjax.pipeline import ticks as table_lib
 from decjax.program import hlo
 
@@ -33,7 +34,7 @@ class Ends:
     @functools.cached_property
     def _transfer(self):
         def transfer(x, state, tokens_BxT1, microbatch, key, label):
-            place = links.Place(self.like, jnp.int32(1), microbatch, jnp.int32(0), tokens_BxT1, key)
+            place = boundary_lib.Place(self.like, jnp.int32(1), microbatch, jnp.int32(0), tokens_BxT1, key)
             if label not in self.boundary.transfers:
                 return x, x, state
             message, state = self.boundary.transfers[label].send(x, state, place)
@@ -163,7 +164,7 @@ def test_both_ends_hold_the_same_estimate():
     np.testing.assert_array_equal(sender.error, receiver)
     assert all(after <= 0.75**0.5 * before + 1e-6 for before, after in zip([np.linalg.norm(x), *misses], misses))
     ends.send(np.full_like(x, np.nan))
-    jax.tree.map(np.testing.assert_array_equal, ends.state["B"], links.Ends(sender, receiver))
+    jax.tree.map(np.testing.assert_array_equal, ends.state["B"], boundary_lib.Ends(sender, receiver))
 
 
 def samples(*starts):
@@ -220,7 +221,7 @@ def test_gradients_go_where_top_k_sent_activations():
 
 
 def test_a_probe_compares_errors_with_changes():
-    ends = Ends(pipeline.probed(pipeline.coded(codecs.low_rank(rank=1))))
+    ends = Ends(Probed(pipeline.coded(codecs.low_rank(rank=1))))
     before = error = None
     for xs in gradients(3):
         for x, send in zip(xs, SEND["B"], strict=True):
@@ -280,7 +281,9 @@ class Pipe:
     def __init__(self, boundary, S, name="1f1b", C=1, microbatches=4, T=1, batch=0):
         self.workers, self.batch = mesh.make_workers(1, stages=S, tensor=T, divided=model().divided), batch or T * microbatches
         self.division = pipeline.divide(model().parts, S, C)
-        self.of = pipeline.make_gradient(self.division, schedules.make(name, S, microbatches, C), remat=True, boundary=boundary)
+        self.of = pipeline.Pipeline(
+            self.division, schedules.make(name, S, microbatches, C), remat=True, boundary=boundary or pipeline.Boundary()
+        )
         self.state = self.workers.jit(self.of.init, (0,))(self.build(0))
         self.params = self.workers.stack(jax.jit(lambda: self.division.split(model().init(jax.random.key(0))))())
 

@@ -129,8 +129,6 @@ HOMONYMS = {
     # The effect of a method, or of a boundary between stages, in a run and in the cost model.
     "Method": ["decjax.costmodel.methods", "decjax.optim.method"],
     "Boundary": ["decjax.costmodel.layout", "decjax.pipeline.boundary"],
-    # A physical link, as error messages call it; coded messages between stages are `links.Link` inside their module only.
-    "Link": ["decjax.costmodel.profile", "decjax.pipeline.links"],
     # Private to each model and task, used in its module only.
     "Block": ["decjax.models.decoder", "decjax.models.resnet"],
     "Examples": ["decjax.tasks.images", "decjax.tasks.quadratics"],

@@ -80,7 +80,7 @@ def one_device(tied, depth=DEPTH, runs=(), autoencoder=0):
     return losses, jax.tree.map(np.asarray, params)
 
 
-def source_of(model, S, batch_size, *, schedule, microbatches, remat, boundary=None, **options):
+def source_of(model, S, batch_size, *, schedule, microbatches, remat, boundary=pipeline.Boundary(), **options):
     """Return the gradient of a model in S stages."""
     batch = jax.ShapeDtypeStruct((batch_size, CONTEXT + 1), jnp.int32)
     division = pipeline.divide(model.parts, S, **options)
@@ -257,11 +257,11 @@ def test_slots_of_1f1b_do_not_grow_with_microbatches(remat):
 # -- The compiled program ---------------------------------------------------------------------------------------------
 
 
-def compiled(S, name, microbatches, C=1, *, remat=False, tied=False, boundary=None, depth=DEPTH, autoencoder=0):
+def compiled(S, name, microbatches, C=1, *, remat=False, tied=False, boundary=pipeline.Boundary(), depth=DEPTH, autoencoder=0):
     """The gradient of one worker, one sequence per microbatch."""
     workers, whole = mesh.make_workers(1, stages=S), model(tied, depth)
     division = pipeline.divide(whole.parts, S, C, autoencoder=autoencoder)
-    of = pipeline.make_gradient(division, schedules.make(name, S, microbatches, C), remat=remat, boundary=boundary)
+    of = pipeline.Pipeline(division, schedules.make(name, S, microbatches, C), remat=remat, boundary=boundary)
     whole = division.complete(whole)
     params = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], division.split(whole.init(jax.random.key(0)))))
     batch = jax.ShapeDtypeStruct((1, S, microbatches, CONTEXT + 1), jnp.int32)
@@ -295,7 +295,7 @@ def test_stages_send_an_activation_for_every_link_and_microbatch(name, S, C, tie
 def test_the_cost_model_tells_what_a_device_of_the_program_sends(N, S, T, ratio):
     """Between stages, uncompressed or coded to half of the bytes, and between workers."""
     whole, workers = model(), mesh.make_workers(N, stages=S, tensor=T, divided=model().divided)
-    boundary = pipeline.coded(codecs.bfloat16(), codecs.bfloat16(), when="always") if ratio < 1 else None
+    boundary = pipeline.coded(codecs.bfloat16(), codecs.bfloat16(), when="always") if ratio < 1 else pipeline.Boundary()
     source = source_of(whole, S, BATCH // N, schedule="1f1b", microbatches=M, remat=True, boundary=boundary)
     reducer = reduce.mean(channel=Channel(workers.axis))
     method = AllReduce(optax.sgd(0.1), reducer, N)
@@ -361,8 +361,18 @@ def counting():
             lambda message, state, place: (message["double"] / 2, count(state, f"received {kind} {compress}")),
         )
 
-    transfers = {(kind, compress): transfer(kind, compress) for kind in "FB" for compress in (False, True)}
-    return pipeline.Boundary(lambda like, schedule: dict.fromkeys(kinds, jnp.int32(0)), lambda send: send.in_epilogue, transfers)
+    class Counting(pipeline.Boundary):
+        @property
+        def transfers(self):
+            return {(kind, compress): transfer(kind, compress) for kind in "FB" for compress in (False, True)}
+
+        def init(self, like, schedule):
+            return dict.fromkeys(kinds, jnp.int32(0))
+
+        def compresses(self, send):
+            return send.in_epilogue
+
+    return Counting()
 
 
 @pytest.mark.usefixtures("users_generator")
@@ -370,8 +380,8 @@ def counting():
 def test_epilogue_messages_are_compressed_once_each(S):
     workers, whole = mesh.make_workers(1, stages=S), model()
     division = pipeline.divide(whole.parts, S)
-    of = pipeline.make_gradient(division, schedules.make("1f1b", S, 8), remat=True, boundary=counting())
-    plain = pipeline.make_gradient(division, schedules.make("1f1b", S, 8), remat=True)
+    of = pipeline.Pipeline(division, schedules.make("1f1b", S, 8), remat=True, boundary=counting())
+    plain = pipeline.Pipeline(division, schedules.make("1f1b", S, 8), remat=True)
     params = workers.stack(division.split(start(False, DEPTH)))
     batch = workers.build(lambda worker: tokens(0))
 
@@ -410,14 +420,11 @@ def test_join_is_the_inverse_of_split_and_norms_agree(S, C, layers, tied, autoen
         (lambda parts: pipeline.divide(parts, 3), "depth=8 layers do not divide evenly into stages=3; use depth=6 or 9"),
         (lambda parts: pipeline.divide(parts, 2, 8), "into stages=2 x chunks=8; use depth=16, or"),
         (lambda parts: pipeline.divide(parts, 2, 1, (3, 4)), "layers=3,4: must be 2 numbers.* add up to depth=8"),
-        (lambda parts: pipeline.divide(parts, 2, autoencoder=9), "autoencoder=9: must be at most the model's width of 8"),
-        (
-            lambda parts: pipeline.divide(parts, 2, fused_embedding=True),
-            "fused_embedding: an embedding and a head that are not tied",
-        ),
+        (lambda parts: pipeline.divide(parts, 2, autoencoder=9), "autoencoder=9 must be at least 0 and at most 8"),
+        (lambda parts: pipeline.divide(parts, 2, fused_embedding=True), "fused_embedding=True needs a tied embedding"),
         (lambda parts: pipeline.divide(parts, 2, 1, (8, 0)), "at least 1 each"),
-        (lambda parts: pipeline.divide(parts, 1), "at least 2"),
-        (lambda parts: pipeline.make_gradient(pipeline.divide(parts, 2), schedules.make("1f1b", 4, 4), remat=False), "is for"),
+        (lambda parts: pipeline.divide(parts, 1), "stages=1 must be at least 2"),
+        (lambda parts: pipeline.Pipeline(pipeline.divide(parts, 2), schedules.make("1f1b", 4, 4), remat=False), "is for"),
         (
             lambda parts: mesh.make_workers(4, stages=2, tensor=2),
             "workers=4 of stages=2 x tensor=2 but there are 8 devices; use workers=2",

@@ -63,7 +63,7 @@ class Setup:
                 autoencoder=spec.pipeline.autoencoder,
                 fused_embedding=spec.pipeline.fused_embedding,
             )
-        task = _make("task", spec.task, model=division.complete(model) if division else model)
+        task = _make("task", spec.task, model=division.complete(model) if division and model else model)
         workers = mesh.simulated_workers(spec.workers, local_size=spec.local_size, stages=stages, divided=task.divided)
         source = make_source(spec, task, division, axis=axis)
         learning_rate = _make("schedule", spec.schedule, steps=spec.steps)
@@ -156,9 +156,9 @@ def make_source(
     watch: Callable[[pipeline.Boundary], pipeline.Boundary] = lambda boundary: boundary,
     axis: mesh.Axis = mesh.MAPPED,
 ) -> source_lib.Source:
-    """Return the gradient source of a spec; `watch` is applied to its boundary, as `pipeline.probed` is."""
+    """Return the gradient source of a spec; `watch` is applied to its boundary, such as `contrib.probe.Probed`."""
     B, M = spec.batch_per_worker, spec.pipeline.microbatches
-    source_lib.check_microbatches(M, B)
+    pipeline.check_microbatches(M, B)
     if spec.source:
         return _make("source", spec.source, task=task, axis=axis, num_workers=spec.workers, batch_size=B, clips=spec.clip_norm > 0)
     if not division:
@@ -167,7 +167,7 @@ def make_source(
     boundary = (
         watch(pipeline.coded(**{**dataclasses.asdict(spec.boundary), "backward": None, "forward": None, **made}))
         if (made := boundary_codecs(spec))
-        else None
+        else pipeline.Boundary()
     )
     return source_lib.Staged(
         division,

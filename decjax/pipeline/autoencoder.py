@@ -4,44 +4,73 @@
     stage v+1  x = z D_v            ∂z = ∂x D_vᵀ is sent back; then stage v takes ∂y = ∂z E_vᵀ
 
 E_v (D×R) belongs to the stage that sends and D_v (R×D) to the one that receives. They are parameters of the model: trained by the
-same optimizer, and part of evaluation and checkpoints. The gradients are the exact ones of that model, so no error is remembered.
-At the start E has orthonormal columns and D = Eᵀ, a projection onto R directions; with R = D it is the identity up to rounding. The
-directions are random, or by `fit` the principal ones of a sample of y, from which a projection onto R of them takes least.
+same optimizer, and part of evaluation and checkpoints. Gradients are exact, so no compression error is remembered. Initially E has
+orthonormal columns and D = Eᵀ, a projection onto R directions; with R = D it is the identity up to rounding. The directions are random,
+or by `fit` the principal ones of a sample of y, which minimize the projection error.
+
+Reference: Yu et al. 2024, arXiv 2405.18146, section 3 (principal directions of the outputs of layers, there of a trained model).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import itertools
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from decjax.principal import principal
+from decjax.typing import PyTree
 
-INITS = ("random", "pca")  # directions at the start
+
+class Divisible(Protocol):
+    """A language model split up, to be divided into stages; `models.Parts` is one and describes the members."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+    def cut(self, params: PyTree) -> Any: ...
+    def join(self, embedding_VxD: jax.Array, blocks: PyTree, norm: PyTree, output_VxD: jax.Array) -> PyTree: ...
+    def embed(self, embedding_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array: ...
+    def blocks(self, blocks: PyTree, x_BxTxD: jax.Array) -> jax.Array: ...
+    def nll(self, norm: PyTree, output_VxD: jax.Array, x_BxTxD: jax.Array, targets_BxT: jax.Array) -> jax.Array: ...
+    def activation(self, batch_size: int, length: int) -> jax.ShapeDtypeStruct: ...
+    def functions(self, groups: Sequence[int], between: Callable[..., jax.Array]) -> tuple[Callable, Callable]: ...
+
+
+class HasParts(Protocol):
+    """A named tuple of functions of a language model, such as `models.Model`."""
+
+    @property
+    def init(self) -> Callable[[jax.Array], PyTree]: ...
+    @property
+    def parts(self) -> Divisible | None: ...
+    def _replace(self, **functions: Callable) -> Self: ...
+
+
+Model = TypeVar("Model", bound=HasParts)
 
 
 def init(key: jax.Array, count: int, width: int, narrow: int) -> dict[str, jax.Array]:
-    """Initial parameters of the autoencoders of `count` boundaries, of width D = `width` and R = `narrow`: leaves [count, …]."""
+    """Return initial parameters of the autoencoders of `count` boundaries, with D = `width` and R = `narrow`: leaves [count, …]."""
     orthogonal = jax.nn.initializers.orthogonal()
     encoder_UxDxR = jax.vmap(lambda key: orthogonal(key, (width, narrow)))(jax.random.split(key, count))
     return {"encoder_DxR": encoder_UxDxR, "decoder_RxD": jnp.swapaxes(encoder_UxDxR, 1, 2)}
 
 
-def fit(parts: Any, params: Any, layers: Sequence[int], tokens_PxBxT1: jax.Array) -> Any:
-    """The parameters of a model from `insert`, with E_v the R principal directions of the activations y_v, and D_v = E_vᵀ.
+def fit(parts: Divisible, params: PyTree, layers: Sequence[int], tokens_PxBxT1: jax.Array) -> PyTree:
+    """Return the parameters of a model from `insert`, with E_v the R principal directions of the activations y_v, and D_v = E_vᵀ.
 
-    y_v is what group v of the layers sends when the encoders before it are in place already. The second moments are not centred, since
-    there is no bias that could give a mean back. The published systems fit a trained model; here it is the given one, as a rule the one
-    at its start.
+    y_v is the output of group v of the layers, with the encoders before it already in place. The second moments are not centered, since
+    there is no bias that could restore a mean.
 
     Args:
-        parts: the model split up, a `models.Parts`.
+        parts: the model split up.
         params: of the whole model.
-        layers: how many layers each group has.
+        layers: number of layers of each group.
         tokens_PxBxT1: P batches of token sequences.
-
-    Reference: Yu et al. 2024, arXiv 2405.18146, section 3 (of the outputs of layers).
     """
     pieces, narrow = parts.cut(params), params["autoencoder"]["encoder_DxR"].shape[-1]
     x_PxBxTxD = jax.lax.map(lambda tokens_BxT1: parts.embed(pieces.embedding_VxD, tokens_BxT1[:, :-1]), tokens_PxBxT1)
@@ -57,17 +86,18 @@ def fit(parts: Any, params: Any, layers: Sequence[int], tokens_PxBxT1: jax.Array
 
 
 def apply(x_BxTxD: jax.Array, weights_DxR: jax.Array) -> jax.Array:
-    """Multiplies activations by an encoder or a decoder, in the activations' own dtype."""
+    """Multiply activations by an encoder or a decoder, in the activations' dtype."""
     rows = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]) @ weights_DxR.astype(x_BxTxD.dtype)
     return rows.reshape(*x_BxTxD.shape[:-1], -1)
 
 
-def insert(model: Any, layers: Sequence[int], narrow: int) -> Any:
-    """A `models.Model` that has parts, with autoencoders of width R = `narrow` between groups of so many of its layers each.
+def insert(model: Model, layers: Sequence[int], narrow: int) -> Model:
+    """Return a model that has parts with autoencoders of width R = `narrow` between consecutive groups of its layers, of these sizes.
 
     Its parameters have an additional entry "autoencoder", whose directions are random.
     """
-    width = model.parts.activation(1, 1).shape[-1]
+    assert model.parts is not None
+    width = model.parts.width
 
     def init_all(key):
         return model.init(key) | {"autoencoder": init(jax.random.fold_in(key, 1), len(layers) - 1, width, narrow)}

@@ -1,109 +1,115 @@
-"""The gradient of a divided model by any schedule: one program for all stages, which executes the schedule's table tick by tick.
+"""The gradient of a divided model by any schedule: one program for all stages, which executes the table of the schedule tick by tick.
 
 In a tick a stage computes one pass of one microbatch, or none:
 
     F    y = blocks(x);              send y to the next virtual stage
-    B    dx, dθ = blocks'(x)ᵀ g;     θ̄ ← θ̄ + dθ;   send dx to the one before
+    B    dx, dθ = blocks'(x)ᵀ g;     θ̄ ← θ̄ + dθ;   send dx to the previous virtual stage
 
-At the end of the tick messages are exchanged, only between those pairs of stages that have one. The first virtual stage takes x
-from the embedding; the last one takes g from the loss, which is computed in B. With rematerialization (`remat`) B recomputes F from
-x, so the last virtual stage skips F; without it F stores what B needs, except for the parameters.
+At the end of the tick messages are exchanged, only between pairs of stages that have one. The first virtual stage takes x from the
+embedding; the last one takes g from the loss, which is computed in B. With rematerialization (`remat`) B recomputes F from x, so the
+last virtual stage skips F; without it F stores the residuals of B, except for the parameters.
 
-What differs between stages is looked up in tables by the stage's index, so that all run one program, a scan over ticks. Which pass
-a stage computes selects a branch without collectives between stages (an idle stage computes nothing); who sends to whom selects a
-branch too, the same one on all stages. The size of the program does not depend on the number of microbatches, and hardly on that of
-stages. Buffers have as many slots as the schedule needs; they are assigned at compile time.
+All stages run one program, a scan over ticks; differences between stages are looked up in tables by the index of the stage. The pass
+of a stage selects a branch without collectives between stages (an idle stage computes nothing); the pairs that exchange messages select
+another branch, the same one on all stages. The size of the program is independent of the number of microbatches and almost independent
+of the number of stages. Buffers have as many slots as the schedule needs; slots are assigned at compile time.
 """
 
 from collections.abc import Callable, Iterable
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from decjax import mesh, schedules
-from decjax.pipeline import accumulate, stages
+from decjax.buckets import wide_dtype
 from decjax.pipeline import boundary as boundary_lib
+from decjax.pipeline import stages
 from decjax.pipeline.ticks import BACKWARD, BOXES, FORWARD, NOWHERE, Label, Message, Table, is_one_permutation, tabulate
 from decjax.program import hlo, jaxpr
 from decjax.typing import PyTree
 
 
-class Pipeline(NamedTuple):
-    """The gradient of a divided model, as functions of one stage of one worker.
-
-    Attributes:
-        init: `init(tokens_BxT1) -> state` of the boundary; the tokens may be a `ShapeDtypeStruct`.
-        gradient: `gradient(params, state, tokens_BxT1, key) -> (loss, grads, state)`; the loss is the mean over microbatches and
-            the same on all stages, the key is for codecs that draw noise.
-        table: the schedule as arrays.
-    """
-
-    init: Callable[[Any], Any]
-    gradient: Callable[..., tuple[jax.Array, Any, Any]]
-    table: Table
+def check_microbatches(microbatches: int, batch_size: int) -> None:
+    """Raise a ValueError if the number of microbatches does not divide a worker's batch."""
+    if microbatches < 1 or batch_size % microbatches:
+        divisors = [m for m in range(1, min(batch_size, 10_000) + 1) if batch_size % m == 0]
+        raise ValueError(
+            f"microbatches={microbatches} does not divide a worker's batch of {batch_size} examples; "
+            f"use one of {divisors}, or another batch_size"
+        )
 
 
-def make_gradient(
-    division: stages.Division, schedule: schedules.Schedule, *, remat: bool, boundary: boundary_lib.Boundary | None = None
-) -> Pipeline:
-    """The gradient of a divided model, computed by a schedule.
+def zero_sum(params: PyTree) -> PyTree:
+    """Return the sum of no gradients, in float32, or in the parameters' dtype if it is wider."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x)), params)
 
-    Args:
-        division: of the model, into S stages of C chunks.
-        schedule: for the same S and C; see `schedules.make`.
-        remat: recompute F in B, so that a microbatch in flight needs the memory of one activation only.
-        boundary: how messages between stages are sent; None: uncompressed.
 
-    Raises:
-        ValueError: if the schedule is for other numbers of stages or chunks; from `init` and `gradient`, if microbatches do not
-            divide the batch.
-    """
-    own, its = (division.num_stages, division.num_chunks), (schedule.num_stages, schedule.num_chunks)
-    if own != its:
-        raise ValueError(f"the model is divided into stages x chunks = {own}, the schedule {schedule.name!r} is for {its}")
-    boundary = boundary or boundary_lib.Boundary()
-    form = _Executor(division, schedule, tabulate(schedule, boundary.compresses, remat), remat, boundary)
-    return Pipeline(form.init, form.gradient, form.table)
+def added(total: PyTree, grads: PyTree, share: jax.Array | float = 1.0) -> PyTree:
+    """Return a sum with `share` times these gradients added."""
+    return jax.tree.map(lambda total, x: total + jnp.asarray(share, total.dtype) * x.astype(total.dtype), total, grads)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Executor:
-    """The functions of `make_gradient`."""
+class Pipeline:
+    """The gradient of a divided model, computed by a schedule; its methods are functions of one stage of one worker.
+
+    Attributes:
+        division: of the model, into S stages of C chunks.
+        schedule: for the same S and C; see `schedules.make`.
+        remat: recompute F in B, so that a microbatch in flight needs the memory of one activation only.
+        boundary: how messages between stages are sent.
+    """
 
     division: stages.Division
     schedule: schedules.Schedule
-    table: Table
+    _: dataclasses.KW_ONLY
     remat: bool
-    boundary: boundary_lib.Boundary
+    boundary: boundary_lib.Boundary = boundary_lib.UNCOMPRESSED
 
-    def activation(self, tokens_BxT1):
-        """Shape and dtype of a microbatch's activations."""
+    def __post_init__(self):
+        model, its = (self.division.num_stages, self.division.num_chunks), (self.schedule.num_stages, self.schedule.num_chunks)
+        if model != its:
+            raise ValueError(
+                f"schedule {self.schedule.name!r} is for stages x chunks = {its}, and the model is divided into {model}; use equal ones"
+            )
+
+    @functools.cached_property
+    def table(self) -> Table:
+        """The schedule as arrays."""
+        return tabulate(self.schedule, self.boundary.compresses, self.remat)
+
+    def activation(self, tokens_BxT1: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Return shape and dtype of a microbatch's activations; a ValueError if microbatches do not divide the batch."""
         (B, T1), M = tokens_BxT1.shape, self.schedule.num_microbatches
-        if B % M:
-            raise ValueError(f"a worker's batch of {B} sequences does not divide into microbatches={M}; use a multiple of {M}")
+        check_microbatches(M, B)
         return self.division.activation(B // M, T1 - 1)
 
-    def init(self, tokens_BxT1):
+    def init(self, tokens_BxT1: jax.Array | jax.ShapeDtypeStruct) -> PyTree:
+        """Return the initial state of the boundary."""
         whole = jax.eval_shape(self.division.narrow, self.activation(tokens_BxT1))
         part = jax.ShapeDtypeStruct(_part(whole.shape, self.boundary.of_samples), whole.dtype)
         return mesh.for_each_device(self.boundary.init(part, self.schedule))
 
-    def gradient(self, params, state, tokens_BxT1, key=None):
+    def gradient(
+        self, params: PyTree, state: PyTree, tokens_BxT1: jax.Array, key: jax.Array | None = None
+    ) -> tuple[jax.Array, PyTree, PyTree]:
+        """Return (loss, gradient, state); the loss is the mean over microbatches, equal on all stages. The key is for random codecs."""
         activation = self.activation(tokens_BxT1)
         tokens_MxBxT1 = tokens_BxT1.reshape(self.schedule.num_microbatches, -1, tokens_BxT1.shape[-1])
         passes = _Passes(self.division, params, tokens_MxBxT1, activation, self.remat)
-        tick = functools.partial(self.tick, passes, mesh.STAGES.index, tokens_MxBxT1, key)
+        tick = functools.partial(self._tick, passes, mesh.STAGES.index, tokens_MxBxT1, key)
         columns = {name: jnp.asarray(column_TxS) for name, column_TxS in self.table.columns.items()}
         rows = columns, jnp.asarray(self.table.pattern)
         carry, _ = jax.lax.scan(tick, passes.start(self.table.slots, state), rows)
         state, _ = mesh.each_device(lambda state, nothing: (self.boundary.finish(state), nothing), carry.boundary, ())
-        return mesh.STAGES.sum(carry.loss), self.division.sum_tied(accumulate.rounded(carry.grads, params)), state
+        return mesh.STAGES.sum(carry.loss), self.division.sum_tied(optax.tree.cast_like(carry.grads, params)), state
 
-    def tick(self, passes, stage, tokens_MxBxT1, key, carry, row):
+    def _tick(self, passes, stage, tokens_MxBxT1, key, carry, row):
         columns, pattern = row
         at = {name: column_S[stage] for name, column_S in columns.items()}
         carry, made = passes.take(carry, at)
@@ -117,13 +123,13 @@ class _Executor:
 
 
 class _Carry(NamedTuple):
-    """What a stage carries from tick to tick."""
+    """The state of a stage between ticks."""
 
     boxes: dict[str, jax.Array]  # "input", "gradient": [slots, B, T, D], messages that have arrived and are not used yet
-    kept: list[jax.Array]  # [slots, ...], what F stores for B
-    grads: Any
+    kept: list[jax.Array]  # [slots, ...], residuals that F stores for B
+    grads: PyTree
     loss: jax.Array
-    boundary: Any
+    boundary: PyTree
 
 
 def _put(box: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
@@ -135,7 +141,7 @@ def _put(box: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _part(shape: tuple[int, int, int], of_samples: bool) -> tuple[int, int, int]:
-    """The shape of the part of B×T×D that each device of a tensor-parallel group sends: whole sequences, or some of B·T rows."""
+    """The shape of the part of B×T×D that each device of a tensor-parallel group sends: whole sequences, or some of the B·T rows."""
     (B, T, D), K = shape, mesh.tensor_size()
     if B % K == 0:
         return B // K, T, D
@@ -153,10 +159,10 @@ def _part(shape: tuple[int, int, int], of_samples: bool) -> tuple[int, int, int]
 
 
 def _exchange(boundary, table, state, given):
-    """Sends what each stage has computed in a tick: (the boundary's state, what arrives, by kind).
+    """Send the results of a tick: (the boundary's state, the messages that arrive, by kind).
 
-    What arrives of a kind is used only where the table gives it a slot. Each device of a tensor-parallel group compresses and sends
-    its own part, to the device at the same place in the other stage; the receivers gather the parts.
+    Arriving messages are used only where the table gives them a slot. Each device of a tensor-parallel group compresses its own part
+    and sends it to the device at the same position in the other stage; the receivers gather the parts.
     """
     at, pattern, whole, tokens_MxBxT1, key = given
     shape = _part(whole.shape, boundary.of_samples)
@@ -170,7 +176,7 @@ def _exchange(boundary, table, state, given):
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """What one device makes of its own message, and of the messages that arrive, in a tick."""
+    """How one device encodes its own message and decodes those that arrive, in a tick."""
 
     boundary: boundary_lib.Boundary
     table: Table
@@ -216,7 +222,7 @@ class _Device:
 
 
 def _moved(messages: Iterable[Message], runs: int, channels: dict[Label, int], outgoing: list[PyTree]) -> dict[Label, PyTree]:
-    """What arrives of each label when these messages are exchanged; zeros of the others."""
+    """The messages that arrive, by label, when these are exchanged; zeros for the other labels."""
     nothing = jax.tree.map(jnp.zeros_like, outgoing)
     arrived = {label: nothing[channel] for label, channel in channels.items()}
     for group in _joint(messages, channels):
@@ -230,7 +236,7 @@ def _moved(messages: Iterable[Message], runs: int, channels: dict[Label, int], o
 
 
 def _gathered(arrived: dict[str, jax.Array], at: dict[str, jax.Array], like: jax.Array) -> dict[str, jax.Array]:
-    """The whole of what has arrived, gathered from the parts of a tensor-parallel group's devices; zeros where nothing has."""
+    """The arrived messages, gathered from their parts on the devices of a tensor-parallel group; zeros where nothing has arrived."""
     if mesh.tensor_size() == 1:
         return arrived
     whole = {}
@@ -280,13 +286,15 @@ class _Tick(NamedTuple):
 class _Passes:
     """Computes the passes F and B of one stage."""
 
-    def __init__(self, division: stages.Division, params: Any, tokens_MxBxT1: jax.Array, activation: Any, remat: bool):
+    def __init__(
+        self, division: stages.Division, params: PyTree, tokens_MxBxT1: jax.Array, activation: jax.ShapeDtypeStruct, remat: bool
+    ):
         self.division, self.params, self.tokens_MxBxT1 = division, params, tokens_MxBxT1
         self.activation, self.remat, self.stage = activation, remat, mesh.STAGES.index
         self.kept = [] if remat else self._trace()
 
     def _blocks(self, chunk):
-        """(function of one chunk's parameters and input, the parameters)."""
+        """(function of one chunk's parameters and input, the chunk's parameters)."""
         own = self._chunked(self.params)
         if self.division.num_chunks == 1:
             own = jax.tree.map(lambda x: x[0], own)
@@ -298,7 +306,7 @@ class _Passes:
         return {name: tree[name] for name in ("blocks", "autoencoder") if name in tree}
 
     def _trace(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of what F stores for B; sets `_tree`, a pullback's structure, and `_known`, which of its leaves are parameters."""
+        """Shapes of the residuals that F stores for B; sets the structure of the pullback `_tree`, and `_known`, its parameters."""
         blocks, run = jax.eval_shape(lambda: self._blocks(0)[1]), self._blocks(0)[0]
         _, pullback = jax.eval_shape(lambda blocks, x: jax.vjp(run, blocks, x), blocks, self.activation)
         leaves = lambda blocks, x: jax.tree.leaves(jax.vjp(run, blocks, x)[1])
@@ -308,14 +316,14 @@ class _Passes:
         self._known = [next(map(parameters.get, jaxpr.variables([atom])), None) for atom in program.outvars]
         return [shape for shape, i in zip(shapes, self._known) if i is None]
 
-    def start(self, slots: dict[str, int], state: Any) -> _Carry:
+    def start(self, slots: dict[str, int], state: PyTree) -> _Carry:
         """The carry before the first tick, all zeros but the boundary's state."""
         boxes = {name: jnp.zeros((slots[name], *self.activation.shape), self.activation.dtype) for name in BOXES.values()}
         kept = [jnp.zeros((slots["kept"], *x.shape), x.dtype) for x in self.kept]
-        return _Carry(boxes, kept, accumulate.zeros(self.params), jnp.zeros(()), state)
+        return _Carry(boxes, kept, zero_sum(self.params), jnp.zeros(()), state)
 
     def take(self, carry: _Carry, at: dict[str, jax.Array]) -> tuple[_Carry, jax.Array]:
-        """One tick without its messages: (carry, what is to be sent to another stage)."""
+        """One tick without its messages: (carry, the value to be sent to another stage)."""
         tick = self._tick(at)
         made = jnp.zeros(self.activation.shape, self.activation.dtype)
         forward = functools.partial(self._forward, tick, carry.boxes["input"])
@@ -367,23 +375,21 @@ class _Passes:
         return carry._replace(grads=grads | own, loss=loss), dx
 
     def _from_loss(self, tick, y, grads, loss, g):
-        """(grads, loss, the gradient of the last chunk's output y); the given one is for stages that are not the last."""
+        """(grads, loss, the gradient of the last chunk's output y)."""
 
         def mean(norm, table_VxD, y):
             return self.division.parts.nll(norm, table_VxD, y, tick.targets_BxT).mean() / len(self.tokens_MxBxT1)
 
         value, (d_norm, d_table, g) = jax.value_and_grad(mean, (0, 1, 2))(self.params["norm"], self.params["table_VxD"], y)
-        grads = grads | accumulate.add(
-            {name: grads[name] for name in ("norm", "table_VxD")}, {"norm": d_norm, "table_VxD": d_table}
-        )
+        grads = grads | added({name: grads[name] for name in ("norm", "table_VxD")}, {"norm": d_norm, "table_VxD": d_table})
         return grads, loss + value.astype(loss.dtype), g
 
     def _to_embedding(self, tick, dx, grads):
         _, pullback = jax.vjp(functools.partial(self._embed, tick), self.params["table_VxD"])
-        return (grads | {"table_VxD": accumulate.add(grads["table_VxD"], pullback(dx)[0])},)
+        return (grads | {"table_VxD": added(grads["table_VxD"], pullback(dx)[0])},)
 
 
-def _when(condition: jax.Array, fn: Callable, *carry: Any) -> Any:
+def _when(condition: jax.Array, fn: Callable, *carry: PyTree) -> PyTree:
     """`fn(*carry)` if the condition holds, else the carry.
 
     A loop of at most one turn, because a loop updates its carry in place where `lax.cond` would copy what a branch returns

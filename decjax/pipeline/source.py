@@ -2,26 +2,23 @@
 
     loss, grads, state = gradient(params, state, batch, key)
 
-is a function of one worker, or of one stage of one worker, whose parameters and gradient are then that stage's part. The loss is
-the mean over the worker's batch. It is computed in microbatches, which count in proportion to what their own means are divided by,
-such as a number of tokens. Their gradients are added up in float32, or in the parameters' type where it is wider, and rounded once.
-The state is what a source keeps from step to step: a whole model's variables, such as batch statistics, or the state of compressed
-messages between stages.
+is a function of one worker, or of one stage of one worker, which has only its part of the parameters and the gradient. The loss is the
+mean over the worker's batch. It is computed in microbatches, weighted by the denominators of their means, such as a number of tokens.
+Their gradients are summed in float32, or in the parameters' dtype if it is wider, and rounded once. The state is kept from step to step:
+a whole model's variables, such as batch statistics, or the state of compressed messages between stages.
 """
 
 from collections.abc import Callable
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from decjax import mesh, reduce, registry, schedules
-from decjax.pipeline import accumulate
-from decjax.pipeline.boundary import Boundary
-from decjax.pipeline.executor import Pipeline, make_gradient
+from decjax.pipeline.boundary import UNCOMPRESSED, Boundary
+from decjax.pipeline.executor import Pipeline, added, zero_sum
 from decjax.pipeline.stages import Division
 from decjax.typing import PyTree
 
@@ -32,17 +29,16 @@ class Source(registry.Part, kind="source"):
     """A gradient source and the layout of its parameters; by default workers hold the whole model and the source has no state.
 
     Attributes:
-        lasts: whether the state is kept when a run continues with another number of workers: yes for variables, no for that of
-            messages between stages.
+        lasts: whether the state is kept when a run continues with another number of workers: true for variables, false for the state
+            of messages between stages.
         divided: whether workers hold different parts of one model; such a source overrides `stacked` and `gathered`.
-        num_bytes: bytes that each worker sends to others for its gradient, where all messages have their usual size.
     """
 
     lasts = False
     divided = False
 
     @staticmethod
-    def check(spec: Any) -> None:
+    def check(spec: object) -> None:
         """Raise a ValueError for a `RunSpec` whose options the source does not support."""
 
     def init(self, params: PyTree) -> PyTree:
@@ -85,8 +81,9 @@ class Source(registry.Part, kind="source"):
         """Return the reducer with which this source's gradients are averaged, made from one for all parameters."""
         return reducer
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> float:
+        """The bytes that each worker sends to others for its gradient in a step, in messages of fixed size."""
         return 0.0
 
     @property
@@ -94,7 +91,7 @@ class Source(registry.Part, kind="source"):
         """The bytes beyond `num_bytes` that one worker has sent in all steps so far, as a function of the state; None: none."""
         return None
 
-    @property
+    @functools.cached_property
     def coded(self) -> Measure | None:
         """`Task.measure` of the whole model, with activations between stages compressed as in training; None: uncompressed."""
         return None
@@ -106,11 +103,11 @@ class Source(registry.Part, kind="source"):
 
     @property
     def permutations(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For every exchange between stages its pairs (source, target)."""
+        """The pairs (source, target) of every exchange between stages."""
         return ()
 
 
-def stateless(gradient: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]) -> Callable:
+def stateless(gradient: Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]]) -> Callable:
     """Return a `Source.gradient` made from `gradient(params, batch, key) -> (loss, grads)`, which has no state."""
     return lambda params, state, batch, key: (*gradient(params, batch, key), state)
 
@@ -121,9 +118,9 @@ class Whole(Source):
     Attributes:
         loss: `loss(params, variables, batch, key) -> (loss, variables)`, the mean over a batch; see `tasks.Task`.
         initial: `initial()`, the variables before the first step.
-        microbatches: M, equal parts of the batch whose gradients are computed one after the other, to save memory.
-        weight: `weight(batch)`, what the loss of a batch is divided by; None: the same for all. See `tasks.Task`.
-        around: applied to the function that computes the gradient, such as `mesh.one_by_one`.
+        microbatches: M, equal parts of the batch whose gradients are computed sequentially, to save memory.
+        weight: `weight(batch)`, the denominator of a batch's loss; None: the same for all. See `tasks.Task`.
+        around: a transformation of the function that computes the gradient, such as `mesh.one_by_one`.
     """
 
     lasts = True
@@ -154,26 +151,16 @@ class Whole(Source):
         def add(carry, inputs):
             total, state = carry
             part, key, share = inputs
-            *found, state = self._at_once(params, state, part, key)
-            return (accumulate.add(total, found, share), state), None
+            *values, state = self._at_once(params, state, part, key)
+            return (added(total, values, share), state), None
 
         parts = jax.tree.map(lambda x: x.reshape(M, -1, *x.shape[1:]), batch)
         weight_M = jax.vmap(self.weight)(parts) if self.weight else None
         share_M = jnp.ones(M) if weight_M is None else weight_M / weight_M.mean()
-        zeros = [jnp.zeros(()), accumulate.zeros(params)]
+        zeros = [jnp.zeros(()), zero_sum(params)]
         (total, state), _ = jax.lax.scan(add, (zeros, state), (parts, jax.random.split(key, M), share_M))
         loss, grads = jax.tree.map(lambda x: x / M, total)
-        return loss, accumulate.rounded(grads, params), state
-
-
-def check_microbatches(microbatches: int, batch_size: int) -> None:
-    """Raise a ValueError if the number of microbatches does not divide a worker's batch."""
-    if microbatches < 1 or batch_size % microbatches:
-        fits = [m for m in range(1, min(batch_size, 10_000) + 1) if batch_size % m == 0]
-        raise ValueError(
-            f"microbatches={microbatches} does not divide a worker's batch of {batch_size} examples; "
-            f"use one of {fits}, or another batch_size"
-        )
+        return loss, optax.tree.cast_like(grads, params), state
 
 
 class Staged(Source):
@@ -183,9 +170,9 @@ class Staged(Source):
         stages: the division of the model.
         schedule: name of the schedule; see `schedules.make`.
         microbatches: M.
-        remat: recompute forward passes in backward passes; see `make_gradient`.
+        remat: recompute forward passes in backward passes; see `Pipeline`.
         batch: shape and dtype of a worker's tokens_BxT1.
-        boundary: how messages between stages are sent; None: uncompressed.
+        boundary: how messages between stages are sent.
     """
 
     stages: Division
@@ -193,10 +180,10 @@ class Staged(Source):
     microbatches: int
     remat: bool
     batch: jax.ShapeDtypeStruct
-    boundary: Boundary | None = None
+    boundary: Boundary = UNCOMPRESSED
 
     def __post_init__(self):
-        if self.boundary and self.stages.autoencoder:
+        if self.boundary.transfers and self.stages.autoencoder:
             raise ValueError(
                 f"pipeline.autoencoder={self.stages.autoencoder} already compresses messages between stages; leave it out, or "
                 "leave boundary.backward and boundary.forward empty"
@@ -204,9 +191,9 @@ class Staged(Source):
 
     @functools.cached_property
     def executor(self) -> Pipeline:
-        """The functions that execute the schedule."""
+        """The gradient by the schedule."""
         schedule = schedules.make(self.schedule, self.stages.num_stages, self.microbatches, self.stages.num_chunks)
-        return make_gradient(self.stages, schedule, remat=self.remat, boundary=self.boundary)
+        return Pipeline(self.stages, schedule, remat=self.remat, boundary=self.boundary)
 
     @property
     def division(self) -> Division:
@@ -233,12 +220,12 @@ class Staged(Source):
 
     @functools.cached_property
     def coded(self) -> Measure | None:
-        """`measure` of the whole model, with the activations between stages replaced by what arrives when they are compressed.
+        """See `Source.coded`.
 
-        They are compressed in pieces of a microbatch, or of the largest size that divides it and the batch; with a tensor-parallel
-        group, in the parts that its devices send.
+        Activations are compressed in pieces of a microbatch, or of the largest size that divides it and the batch; with a
+        tensor-parallel group, in the parts that its devices send.
         """
-        if not (self.boundary and (received := self.boundary.received)):
+        if not (received := self.boundary.received):
             return None
 
         def between(params, x_BxTxD, v):

@@ -1,4 +1,4 @@
-"""A schedule as arrays: what every stage does in each tick, which buffer slots it reads and fills, and who sends to whom."""
+"""A schedule as arrays: the pass of every stage in each tick, the buffer slots that it reads and fills, and the pairs that communicate."""
 
 from collections.abc import Callable, Iterable
 import itertools
@@ -25,21 +25,21 @@ class Message(NamedTuple):
 class Table(NamedTuple):
     """A schedule as arrays, one row per tick.
 
-    Columns, [ticks, S] integers, hold what each stage does (`op`, `microbatch`, `chunk`), the slots that it reads (`input`, `kept`,
-    `gradient`) and those in which it stores what arrives (`next_input`, `next_gradient`; NOWHERE if nothing does), the label of
-    what it sends (`sent`, or NOWHERE), and for what arrives, by kind ("F label" …): its label or NOWHERE, its microbatch and this
-    end's chunk.
+    Columns, [ticks, S] integers, hold the pass of each stage (`op`, `microbatch`, `chunk`), the slots that it reads (`input`, `kept`,
+    `gradient`) and those that store arriving messages (`next_input`, `next_gradient`; NOWHERE if none arrives), the label of the message
+    that it sends (`sent`, or NOWHERE), and for arriving messages, by kind ("F label" …): label or NOWHERE, microbatch, and this end's
+    chunk.
     """
 
     columns: dict[str, np.ndarray]
     labels: tuple[Label, ...]  # of messages
     pattern: np.ndarray  # [ticks] index into `patterns`
     patterns: tuple[tuple[Message, ...], ...]  # the messages of a tick
-    slots: dict[str, int]  # how many of "input", "kept" and "gradient" any stage needs
+    slots: dict[str, int]  # the largest number of slots "input", "kept" and "gradient" of any stage
 
     @property
     def permutations(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The pairs (source, target) of every permutation that may be used: of one kind of message of a tick, or several joined."""
+        """The pairs (source, target) of every permutation that may be used: of one kind of message of a tick, or of several kinds."""
         groups = (
             group
             for messages in self.patterns
@@ -51,12 +51,12 @@ class Table(NamedTuple):
 
     @property
     def runs(self) -> list[int]:
-        """In how many ticks each pattern is used."""
+        """The number of ticks that use each pattern."""
         return np.bincount(self.pattern, minlength=len(self.patterns)).tolist()
 
 
 def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send], bool], remat: bool) -> Table:
-    """The table of a schedule in which `compresses` says which messages are compressed.
+    """Return the table of a schedule; `compresses` selects the messages that are compressed.
 
     With `remat` B recomputes F: inputs are then stored until B instead of F, and the last virtual stage skips F.
     """
@@ -73,8 +73,8 @@ def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send]
         for s, op in enumerate(row):
             if op:
                 taken[op, s] = t
-                is_left_out = remat and op.kind == schedules.FORWARD and schedule.virtual(s, op.chunk) == last
-                columns["op"][t, s] = IDLE if is_left_out else FORWARD if op.kind == schedules.FORWARD else BACKWARD
+                is_skipped = remat and op.kind == schedules.FORWARD and schedule.virtual(s, op.chunk) == last
+                columns["op"][t, s] = IDLE if is_skipped else FORWARD if op.kind == schedules.FORWARD else BACKWARD
                 columns["microbatch"][t, s], columns["chunk"][t, s] = op.microbatch, op.chunk
 
     waits: dict[str, list] = {"input": [], "kept": [], "gradient": []}  # (stage, from the end of this tick, ticks that read it)
@@ -93,13 +93,13 @@ def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send]
             waits[BOXES[op.kind]].append((s, t, reads))
     slots = {name: _give_slots(columns, name, intervals) for name, intervals in waits.items()}
 
-    found = [_messages(sends, label) for sends in schedule.sends]
-    patterns = tuple(dict.fromkeys(found))
-    return Table(columns, labels, np.array([patterns.index(messages) for messages in found], np.int32), patterns, slots)
+    by_tick = [_messages(sends, label) for sends in schedule.sends]
+    patterns = tuple(dict.fromkeys(by_tick))
+    return Table(columns, labels, np.array([patterns.index(messages) for messages in by_tick], np.int32), patterns, slots)
 
 
 def _give_slots(columns: dict[str, np.ndarray], name: str, waits: Iterable[tuple]) -> int:
-    """Assigns to every wait the lowest free slot of its stage, enters it in the table, and returns how many slots are needed."""
+    """Assign the lowest free slot of its stage to every wait, enter it in the table, and return the number of slots needed."""
     free_from: dict[int, list[int]] = {}
     for s, begin, reads in sorted(waits):
         ends = free_from.setdefault(s, [])
@@ -120,5 +120,6 @@ def _messages(sends: Iterable[schedules.Send], label_of: Callable[[schedules.Sen
 
 
 def is_one_permutation(group: Iterable[Message]) -> bool:
+    """Return whether no stage receives two of these messages."""
     targets = [target for message in group for _, target in message.pairs]
     return len(set(targets)) == len(targets)

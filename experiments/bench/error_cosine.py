@@ -15,8 +15,9 @@ from ml_collections import config_flags
 import numpy as np
 
 from decjax import config as parts
-from decjax import files, pipeline, train
+from decjax import files, train
 from decjax.config import setup as setups
+from decjax.contrib.probe import Probed
 from experiments import script
 from launch import command
 
@@ -26,7 +27,7 @@ FLAGS = flags.FLAGS
 def record(config, every: int) -> dict:
     """The steps and cosines of a run, read from its probes after every so many steps; see the module."""
     setup = parts.build(parts.resolve(config))
-    watched = setups.make_source(setup.spec, setup.task, setup.source.division, watch=pipeline.probed)
+    watched = setups.make_source(setup.spec, setup.task, setup.source.division, watch=Probed)
     trainer, taken, read = train.Trainer(dataclasses.replace(setup, source=watched)), [], []
     state = trainer.init()
     for step in range(setup.spec.steps):
