@@ -169,7 +169,7 @@ def test_a_resumed_run_keeps_its_encoders(launch, simulated, monkeypatch, tmp_pa
             {"pipeline.autoencoder_init": "svd"},
             "autoencoder_init='svd' is unknown; use one of random, pca",
         ),
-        ("stages=2,autoencoder=17,autoencoder_init=pca", {}, "autoencoder=17: must be at most the model's width of 16"),
+        ("stages=2,autoencoder=17,autoencoder_init=pca", {}, "autoencoder=17 must be at least 0 and at most 16"),
         (
             "stages=2,autoencoder=4,autoencoder_init=pca,forward=int8",
             {},

@@ -200,7 +200,7 @@ def divide(
     if parts is None:
         raise ValueError(f"pipeline.stages={stages}: this model cannot be divided into stages; use stages=1, or model 'decoder'")
     check_range("stages", stages, Range(2))
-    check_range("autoencoder", autoencoder, Range(0, parts.width))
+    check_range(f"model width={parts.width}: autoencoder", autoencoder, Range(0, parts.width))
     count, depth = stages * chunks, parts.depth
     what = f"stages={stages}" + (f" x chunks={chunks}" if chunks > 1 else "")
     if not layers and depth % count:
