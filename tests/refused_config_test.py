@@ -22,7 +22,7 @@ from tests.runs import spec_of
         ("", "optimizer.weight_decay", -1.0, "at least 0"),
         ("", "schedule.final_fraction", 2.0, "at most 1"),
         ("", "method.strength", 1.5, "at most 1|0, 1"),
-        ("", "schedule.learning_rate", 0.0, "must be positive"),
+        ("", "schedule.learning_rate", 0.0, "must be more than 0"),
         ("", "schedule.learning_rate", float("inf"), "finite"),
         ("", "optimizer.eps", float("inf"), "finite"),
         ("method=allreduce,reducer=powersgd", "reducer.gate", float("nan"), "finite"),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 import inspect
 import re
-from typing import Optional
+from typing import Any, Optional
 
 import jax
 import jax.numpy as jnp
@@ -92,13 +92,14 @@ def check_shapes(updates: PyTree, params: PyTree) -> None:
             )
 
 
-def with_ranges(signature: inspect.Signature) -> inspect.Signature:
-    """Return the signature of an optax optimizer, which declares types only, with the ranges of its decay rates and of λ and ε."""
+def with_ranges(signature: inspect.Signature, **ranges: Any) -> inspect.Signature:
+    """Return the signature of an optax optimizer with the ranges of decay rates, λ, ε and others by name; optax declares types only."""
 
     def ranged(parameter: inspect.Parameter) -> inspect.Parameter:
         decays = re.fullmatch(r"(adam_)?b[12]|momentum", parameter.name)
-        allowed = Decay if decays else NonNegative if re.fullmatch(r"weight_decay|eps", parameter.name) else None
-        if allowed is None or not isinstance(parameter.default, float | None):
+        known = Decay if decays else NonNegative if re.fullmatch(r"weight_decay|eps", parameter.name) else None
+        allowed = ranges.get(parameter.name, known)
+        if allowed is None or not isinstance(parameter.default, int | float | None):
             return parameter
         return parameter.replace(annotation=Optional[allowed] if parameter.default is None else allowed)  # noqa: UP045
 

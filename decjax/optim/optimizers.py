@@ -3,7 +3,7 @@
 from collections.abc import Callable
 import functools
 import inspect
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,11 @@ import optax.contrib
 from decjax import registry
 from decjax.optim.accumulated import accumulated_adamw
 from decjax.optim.inner import check_shapes, with_ranges
-from decjax.options import Decay, Fraction, NonNegative, signature_of
+from decjax.options import Decay, Fraction, NonNegative, Positive, Range, signature_of
 from decjax.reduce import matrices
 from decjax.typing import PyTree
 
 POLYNOMIALS = ("standard", "dion")  # Newton-Schulz coefficients that optax knows by name
-MAX_ITERATIONS = 2**8  # all are unrolled
 
 registry.register("optimizer", "accum_adamw", source="arXiv 2410.11998")(accumulated_adamw)
 
@@ -99,27 +98,18 @@ def muon(learning_rate: optax.ScalarOrSchedule, *, rest: str = matrices.REST, **
         **options: those of `optax.contrib.muon`, which does the rest: {options}.
 
     Raises:
-        ValueError: for unknown polynomials, or numbers out of range.
+        ValueError: for unknown polynomials.
 
     References: Liu et al. 2025, arXiv 2502.16982; Thérien et al. 2025, arXiv 2505.23725 (MuLoCo).
     """
-    _check(**options)
+    if not _are_polynomials(coefficients := options.get("ns_coeffs", POLYNOMIALS[0])):
+        raise ValueError(
+            f"optimizer 'muon': ns_coeffs={registry.shown(coefficients)} must be three numbers, several times three, or one of "
+            f"{', '.join(POLYNOMIALS)}"
+        )
     of_array = functools.partial(_dimension_numbers, rest)
     numbers = lambda params: jax.tree.map_with_path(of_array, params)
     return optax.contrib.muon(learning_rate, **{"muon_weight_dimension_numbers": numbers, **options})
-
-
-def _check(ns_coeffs: PyTree = POLYNOMIALS[0], ns_steps: int = 1, beta: float = 0.0, **others: Any) -> None:
-    """Raise a ValueError for values that optax accepts, or refuses later or without the option's name."""
-    if not _are_polynomials(ns_coeffs):
-        raise ValueError(
-            f"optimizer 'muon': ns_coeffs={registry.shown(ns_coeffs)} must be three numbers, several times three, or one of "
-            f"{', '.join(POLYNOMIALS)}"
-        )
-    if isinstance(ns_steps, int) and not 1 <= ns_steps <= MAX_ITERATIONS:
-        raise ValueError(f"optimizer 'muon': ns_steps={ns_steps} must be at least 1 and at most {MAX_ITERATIONS}")
-    if isinstance(beta, int | float) and not 0 <= beta < 1:
-        raise ValueError(f"optimizer 'muon': beta={beta} must be at least 0 and less than 1")
 
 
 def _are_polynomials(value: PyTree) -> bool:
@@ -144,7 +134,8 @@ def _with_options_of_optax() -> None:
     own = inspect.signature(muon).parameters
     others = [p for p in inspect.signature(optax.contrib.muon).parameters.values() if p.name not in own]
     given = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in others]
-    setattr(muon, "__signature__", with_ranges(inspect.Signature([own["learning_rate"], own["rest"], *given])))  # noqa: B010
+    signature = inspect.Signature([own["learning_rate"], own["rest"], *given])
+    setattr(muon, "__signature__", with_ranges(signature, beta=Decay, ns_steps=Annotated[int, Range(1, 2**8)]))  # noqa: B010
     muon.__doc__ = str(muon.__doc__).replace("{options}", ", ".join(p.name for p in given))
 
 
@@ -207,43 +198,41 @@ registry.fallback("optimizer", _find, _names)
 
 
 @registry.register("schedule", "cosine")
-def cosine(steps: int, *, learning_rate: float = 1e-3, warmup_steps: int = 0, final_fraction: Fraction = 0.0) -> optax.Schedule:
+def cosine(steps: int, *, learning_rate: Positive = 1e-3, warmup_steps: int = 0, final_fraction: Fraction = 0.0) -> optax.Schedule:
     """Learning rate by step: a linear warm-up from 0 to the peak, then half a cosine down to a fraction of it at the last step.
 
     Args:
         steps: length of the run.
-        learning_rate: the peak, > 0.
+        learning_rate: the peak.
         warmup_steps: steps of the warm-up, fewer than `steps`; 0: start at the peak.
         final_fraction: learning rate of the last step ÷ the peak, in [0, 1].
 
     Raises:
         ValueError: if an option lies outside its range.
     """
-    _check_rate(steps, learning_rate, warmup_steps)
+    _check_warmup(steps, warmup_steps)
     start = 0.0 if warmup_steps else learning_rate
     return optax.warmup_cosine_decay_schedule(start, learning_rate, warmup_steps, steps, final_fraction * learning_rate)
 
 
 @registry.register("schedule", "inverse_sqrt")
-def inverse_sqrt(steps: int, *, learning_rate: float = 1e-3, warmup_steps: int = 100) -> optax.Schedule:
+def inverse_sqrt(steps: int, *, learning_rate: Positive = 1e-3, warmup_steps: int = 100) -> optax.Schedule:
     """Learning rate by step t: a linear warm-up over w steps, then α sqrt(w/t) (Vaswani et al. 2017, arXiv 1706.03762, section 5.3).
 
     Args:
         steps: length of the run.
-        learning_rate: α, the peak, > 0.
+        learning_rate: α, the peak.
         warmup_steps: w ≥ 1, fewer than `steps`.
 
     Raises:
         ValueError: if an option lies outside its range.
     """
-    _check_rate(steps, learning_rate, warmup_steps, least=1)
+    _check_warmup(steps, warmup_steps, least=1)
     return lambda step: learning_rate * jnp.minimum(step / warmup_steps, jnp.sqrt(warmup_steps / jnp.maximum(step, 1)))
 
 
-def _check_rate(steps: int, learning_rate: float, warmup_steps: int, least: int = 0) -> None:
+def _check_warmup(steps: int, warmup_steps: int, least: int = 0) -> None:
     if not least <= warmup_steps < steps:
         raise ValueError(
             f"schedule.warmup_steps={warmup_steps} must be at least {least} and less than steps={steps}; use {max(least, steps // 10)}"
         )
-    if not learning_rate > 0:
-        raise ValueError(f"schedule.learning_rate={learning_rate} must be positive")
