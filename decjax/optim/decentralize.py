@@ -1,17 +1,5 @@
 """Make any optax optimizer decentralized (parameters are mixed) or synchronous (gradients are averaged).
 
-With x_i^t the parameters of worker i before step t, d_i its optimizer's direction, α the learning rate and W^t the mixing matrix,
-adapt-while-communicate ("awc") mixes the parameters at which the gradient is taken and then applies the update:
-
-    x_i^{t+1} = Σ_j W^t_ij x_j^t − α_t d_i(∇F_i(x_i^t))
-
-so the exchange does not depend on the gradient and can run while it is computed. Adapt-then-communicate ("atc") mixes after the
-update:
-
-    x_i^{t+1} = Σ_j W^t_ij ( x_j^t − α_t d_j(∇F_j(x_j^t)) )
-
-The optimizer's moments are not exchanged. Reference: arXiv 2410.11998, decentralized Adam.
-
 `decentralize` must be the outermost transformation: a scaling or clipping around it would also scale the mixing.
 """
 
@@ -150,7 +138,13 @@ class Gossiping(Ordered, Wrapping):
 class Decentralized(Gossiping, name="decentralized"):
     """Decentralized training (gossip): each worker mixes its parameters with its neighbors' around any optimizer's step.
 
-    The equations are those of `decentralize`.
+        order "awc", adapt while communicating     x_i^{t+1} = Σ_j W^t_ij x_j^t − α_t d_i(∇F_i(x_i^t))
+        order "atc", adapt then communicate        x_i^{t+1} = Σ_j W^t_ij ( x_j^t − α_t d_j(∇F_j(x_j^t)) )
+
+    x_i^t are the parameters of worker i before step t, d_i its optimizer's direction, α the learning rate and W^t the mixing matrix. In
+    order "awc" the exchange does not depend on the gradient and can run while it is computed. The optimizer's moments are not exchanged.
+
+    Reference: arXiv 2410.11998, decentralized Adam.
     """
 
     def init(self, params):
@@ -223,7 +217,7 @@ class AllReduce(Reducing, Wrapping, name="allreduce"):
 def decentralize(
     inner: optax.GradientTransformation, mixer: gossip.Mixer, order: Order = "awc"
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optimizer so that each update also mixes parameters with the neighbors' (equations: `decjax.optim.decentralize`).
+    """Wrap an optimizer so that each update also mixes parameters with the neighbors' (equations: `Decentralized`).
 
     The result's `update(grads, state, params, phase=None)` runs inside a function mapped over the worker axis and returns
     `(mixed − params) + update`, so that `optax.apply_updates` gives x^{t+1}. In order "awc" the inner optimizer receives the

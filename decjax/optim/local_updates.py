@@ -1,17 +1,4 @@
-"""Local updates: every worker takes H steps alone, then all take one outer step along their average change.
-
-    x_i ← x_i − α d_i(∇F_i(x_i))                                in every step
-    Δ = (1/N) Σ_i (a − x_i);   a ← a − outer(Δ);   x_i ← a      in every H-th, with the anchor a the same on all workers
-
-So one average of the size of the parameters is sent in H steps, where all-reduce sends H. The inner optimizer's moments are neither
-averaged nor reset by outer steps.
-
-    inner        average               outer optimizer
-    any          mean                  SGD, learning rate 1             local SGD, FedAvg; with H = 1 all-reduce of parameters
-    AdamW        mean                  SGD 0.7, Nesterov 0.9            DiLoCo
-    AdamW        top-k codec, error    SGD, learning rate 1             SparseLoCo
-                 decay 0.95
-"""
+"""Local updates: every worker takes H steps alone, then all take one outer step along their average change."""
 
 import abc
 import dataclasses
@@ -53,7 +40,7 @@ class LocalUpdatesState(NamedTuple):
 def local_updates(
     inner: optax.GradientTransformation, reducer: reduce.Reducer, outer: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optimizer to take H local steps between two averages (equations: `decjax.optim.local_updates`).
+    """Wrap an optimizer to take H local steps between two averages (equations: `LocalUpdates`).
 
     The update takes a static `phase`, `reducer.phase(step)`. Steps of phase `reduce.SILENT` send nothing.
 
@@ -73,6 +60,13 @@ def local_updates(
 
 class LocalUpdates(Reducing, Wrapping):
     """Base of methods that average changes of H local steps, for an outer step; a subclass defines `outer`.
+
+        x_i ← x_i − α d_i(∇F_i(x_i))                                in every step
+        Δ = (1/N) Σ_i (a − x_i);   a ← a − outer(Δ);   x_i ← a      in every H-th, with the anchor a the same on all workers
+
+    So one average of the size of the parameters is sent in H steps, where all-reduce sends H. The inner optimizer's moments are neither
+    averaged nor reset by outer steps. With any inner optimizer and an outer step of SGD at rate 1 it is local SGD, also called FedAvg;
+    with H = 1, all-reduce of parameters.
 
     Attributes:
         every: H, steps from one average to the next.
@@ -139,7 +133,7 @@ class NesterovOuter(Method):
 class DiLoCo(NesterovOuter, LocalUpdates, name="diloco"):
     """DiLoCo: every worker takes H local steps, then all take one step with Nesterov momentum along their average change.
 
-    The equations are those of `decjax.optim.local_updates`.
+        x_i ← x_i − α d_i(∇F_i(x_i)) in every step;   Δ = (1/N) Σ_i (a − x_i);   a ← a − outer(Δ);   x_i ← a in every H-th
 
     Reference: Douillard et al. 2023, arXiv 2311.08105.
     """

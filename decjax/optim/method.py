@@ -167,7 +167,7 @@ class Mixing(Method):
 
 
 class Ordered(Mixing):
-    """Base of methods that mix before or after the step; see `decjax.optim.decentralize`.
+    """Base of methods that mix before or after the step; see `Decentralized`.
 
     Attributes:
         order: "awc" mixes before the step, so that the exchange overlaps with the gradient; "atc" mixes after the step.

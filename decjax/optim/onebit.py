@@ -1,16 +1,4 @@
-"""1-bit Adam: Adam whose variance is frozen after some steps, from which on workers send compressed momenta instead of gradients.
-
-In the T warm-up steps it is Adam of the averaged gradient ḡ. From then on, with v the frozen variance, C a codec and e_j its error,
-
-    m_i = β1 m + (1−β1) g_i;     m = (1/N) Σ_j C(m_j + e_j);     x ← x − α m̂ / (√v̂ + ε)
-
-so that m is the same on all workers after the average. Freezing v makes the update linear in the gradients, which error feedback
-needs. Where the reducer averages shard by shard, as in the paper, the mean is compressed once more, with error feedback of its own.
-Bias corrections: m̂ = m / (1−β1^t), v̂ = v / (1−β2^T). A coordinate whose gradient was zero in all warm-up steps has v = 0, and is
-not updated.
-
-Reference: Tang et al. 2021, arXiv 2102.02888, algorithm 1.
-"""
+"""1-bit Adam: the variance is frozen after some steps, from which on workers average compressed momenta instead of gradients."""
 
 import dataclasses
 import functools
@@ -52,7 +40,7 @@ class OnebitAdamState(NamedTuple):
 def scale_by_onebit_adam(
     reducer: reduce.Reducer, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """1-bit Adam's update direction, averaged over all workers (equations: `decjax.optim.onebit`), without the learning rate.
+    """Return 1-bit Adam's update direction, averaged over all workers (equations: `OnebitAdam`), without the learning rate.
 
     The update takes a static `phase`, `reducer.phase(step)`. Leaves that are not floating point are not updated.
 
@@ -69,8 +57,6 @@ def scale_by_onebit_adam(
         >>> one_bit = decjax.reduce.coded(codec="int8")
         >>> reducer = decjax.reduce.start_at(one_bit, 100, before=decjax.reduce.mean())
         >>> tx = optax.chain(scale_by_onebit_adam(reducer), optax.scale_by_learning_rate(1e-3))
-
-    Reference: Tang et al. 2021, arXiv 2102.02888.
     """
     if len(reducer.phases) < 2 or reducer.phases[0] != reduce.BEFORE:
         raise ValueError(
@@ -128,7 +114,16 @@ def _scaled(m: jax.Array, v: jax.Array, *, eps: float, correction1: jax.Array, c
 class OnebitAdam(Reducing, name="onebit_adam"):
     """1-bit Adam: Adam for the first steps, then its variance is frozen and the workers' momenta are averaged in compressed form.
 
-    The reducer's `start` is the number of steps until then, in which it averages gradients exactly. See `scale_by_onebit_adam`.
+    In the T warm-up steps it is Adam of the averaged gradient ḡ. From then on, with v the frozen variance, C a codec and e_j its error,
+
+        m_i = β1 m + (1−β1) g_i;     m = (1/N) Σ_j C(m_j + e_j);     x ← x − α m̂ / (√v̂ + ε)
+
+    so that m is the same on all workers after the average. Freezing v makes the update linear in the gradients, which error feedback
+    needs. Where the reducer averages shard by shard, as in the paper, the mean is compressed once more, with error feedback of its own.
+    Bias corrections: m̂ = m / (1−β1^t), v̂ = v / (1−β2^T). A coordinate whose gradient was zero in all warm-up steps has v = 0, and is
+    not updated.
+
+    T is the reducer's `start`.
 
     Attributes:
         learning_rate: α, by step.
@@ -137,6 +132,8 @@ class OnebitAdam(Reducing, name="onebit_adam"):
         b2: β2, decay of the variance until it is frozen.
         eps: ε, added outside of the root.
         weight_decay: λ, decoupled.
+
+    Reference: Tang et al. 2021, arXiv 2102.02888, algorithm 1.
     """
 
     warm = True
