@@ -1,13 +1,12 @@
-"""Runs side by side: loss against step and time, disagreement of the workers, and a table.
+"""Compare runs: loss against step and time, disagreement of the workers, and a table.
 
     python -m experiments.compare runs/allreduce runs/gossip runs/local --out=compare.png
     python -m experiments.compare sweeps/graphs/*/ --markdown >table.md
 
-Reads what `launch.train` writes (config.json, metrics.jsonl, summary.json), of unfinished runs too. Files given among
-directories, such as the sweep.json of a sweep, are skipped.
-Light lines are the training loss, averaged over the workers, as a running mean over a twentieth of the logged values;
-dark lines with markers are the validation loss of the averaged model. In the table, tokens/s (images/s, …; items/s of
-runs that count different ones) is the median over the logged intervals, so that compilation does not count, and a loss
+Reads the output of `launch.train` (config.json, metrics.jsonl, summary.json), also of unfinished runs. Files among the arguments,
+such as the sweep.json of a sweep, are skipped. Light lines are the training loss, averaged over the workers, as a running mean over a
+twentieth of the logged values; dark lines with markers are the validation loss of the averaged model. In the table, tokens/s (images/s,
+…; items/s of runs that count different ones) is the median over the logged intervals, so that compilation does not count, and a loss
 with a * is that of the last periodic evaluation of an unfinished run. Losses of different tasks are not compared.
 """
 
@@ -16,18 +15,20 @@ import os
 import pathlib
 import statistics
 import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags
 import numpy as np
 import rich.box
 import rich.console
 import rich.markup
-import rich.table
 
 from decjax import files
 from experiments import script
 from launch import command
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _OUT = flags.DEFINE(command.FIGURE, "out", None, "Where to write the figure, such as compare.png or .pdf; none: the table only.")
 _MARKDOWN = flags.DEFINE_bool("markdown", False, "Print the table as Markdown.")
@@ -36,18 +37,15 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", "--", ":")  # for more runs than colours
 SMOOTHED_SHARE = 20  # the running mean is over 1/20 of the logged values
 
-UNINFORMATIVE = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes")  # of how a run is watched, not of what it is
-DECENTRALIZED_ONLY = ("topology.", "mixing.")  # in configs of older runs, whose sections held the fields of all parts
+UNINFORMATIVE = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes")  # fields that do not change the training
+DECENTRALIZED_ONLY = ("topology.",)  # fields without effect on other methods
 KINDS = ("train", "eval")
-UNITS = {
-    "lm": "nats/byte",
-    "images": "nats",
-    "translation": "nats/token",
-}  # of losses, by task, as `Task.metrics` has them: to build a task takes seconds
+# Units of losses by task, as in `Task.metrics`: building a task takes seconds.
+UNITS = {"lm": "nats/byte", "images": "nats", "translation": "nats/token"}
 NUMBERS_OF_ROW = ("step", "time_s", "loss", "consensus_distance", "bytes_sent_per_worker")
 OPTIONAL = {"loss_min", "loss_max", "workers"}  # numbers that a row may lack
 NUMBERS_OF_SUMMARY = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")
-LONGEST_LABEL = 40  # characters; rather the names of directories than longer ones
+LONGEST_LABEL = 40  # characters; otherwise the names of directories are used
 NAME_FIRST = ("task", "method", "method.name", "topology", "topology.name", "mixer.name", "reducer.name", "optimizer.name")
 
 
@@ -66,11 +64,11 @@ class Record(NamedTuple):
 
     @property
     def task(self) -> str:
-        return str(self.config.get("task", "lm"))  # Configs of older runs, all of them "lm", have no such field.
+        return str(self.config.get("task", "lm"))
 
     @property
     def unit(self) -> str:
-        """Of its losses; "" if they have none."""
+        """Return the unit of its losses; "" if they have none."""
         return "nats/token" if self.config.get("data.tokenizer") == "bpe" else UNITS.get(self.task, "")
 
     @property
@@ -79,7 +77,7 @@ class Record(NamedTuple):
 
     @property
     def losses(self) -> tuple[float | None, ...]:
-        """Validation losses of the averaged model, the best worker and the worst one; None where nothing was evaluated yet."""
+        """Return the validation losses of the averaged model, the best worker and the worst one; None before an evaluation."""
         if self.summary:
             return tuple(self.summary[key] for key in NUMBERS_OF_SUMMARY[:3])
         evaluated = self.evaluations[-1] if self.evaluations else {}
@@ -90,7 +88,7 @@ class Record(NamedTuple):
 
 
 def flatten(config: dict, prefix: str = "") -> dict[str, Any]:
-    """A nested dict with dotted names: {"a.b": 1} for {"a": {"b": 1}}."""
+    """Return a nested dict with dotted names: {"a.b": 1} for {"a": {"b": 1}}."""
     flat = {}
     for key, value in config.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -98,7 +96,7 @@ def flatten(config: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def parse(text: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The JSON object in a text; a ValueError unless it has finite numbers of these names, a valid step, and a kind of `KINDS`."""
+    """Parse a JSON object; raise a ValueError unless it has finite numbers of these names, a valid step, and a kind."""
     content = files.parse_json(text)
     if not isinstance(content, dict):
         raise ValueError(f"{type(content).__name__} instead of an object")
@@ -111,26 +109,29 @@ def parse(text: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
     return content
 
 
-def _read_json(path: pathlib.Path, fix: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The JSON object in a file; a RunError that ends with `fix`, what to do, if it is damaged."""
+def _read(path: pathlib.Path, fix: str) -> str:
     try:
-        return parse(files.read_text(path), numbers)
+        return files.read_text(path)
     except OSError as error:
         raise RunError(f"{path} cannot be read ({error.strerror}); give directories that launch.train has written") from error
     except ValueError as error:
         raise RunError(f"{path} cannot be read ({error}); {fix}") from error
 
 
-def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """All rows of `metrics.jsonl`; a RunError if there are none, or one is damaged.
-
-    An incomplete last line, as a running or killed run leaves it, is ignored.
-    """
+def _read_json(path: pathlib.Path, fix: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the JSON object in a file; `fix` ends the message if it is damaged."""
     try:
-        lines = files.read_text(path).splitlines(keepends=True)
-    except OSError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror}); give directories that launch.train has written") from error
-    rows = []
+        return parse(_read(path, fix), numbers)
+    except ValueError as error:
+        raise RunError(f"{path} cannot be read ({error}); {fix}") from error
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Return all rows of `metrics.jsonl`; raise a RunError if there are none, or one is damaged.
+
+    An incomplete last line of a running or killed run is ignored.
+    """
+    lines, rows = _read(path, "restore it from a copy").splitlines(keepends=True), []
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(parse(line, NUMBERS_OF_ROW))
@@ -144,7 +145,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def load(directory: pathlib.Path) -> Record:
-    """The contents of a run's directory; a `RunError` if it cannot be read."""
+    """Read a run's directory."""
     if not directory.is_dir():
         raise RunError(f"{directory} is not a directory; give directories that launch.train has written")
     config = flatten(_read_json(directory / "config.json", "restore it from a copy, or train again in another --workdir"))
@@ -160,7 +161,7 @@ def load(directory: pathlib.Path) -> Record:
 
 
 def _identity(run: Record) -> dict[str, Any]:
-    """The fields of a config that determine the training, by which runs are named."""
+    """Return the fields of a config that determine the training, by which runs are named."""
     config = {key: value for key, value in run.config.items() if not key.startswith(UNINFORMATIVE)}
     if config.get("method", "decentralized") != "decentralized":
         config = {key: value for key, value in config.items() if not key.startswith(DECENTRALIZED_ONLY)}
@@ -171,15 +172,15 @@ def _identity(run: Record) -> dict[str, Any]:
 
 
 def _part(key: str, value: Any) -> str:
-    """A field in a label: 'ring' for the name of a part, 'seed=1' for anything else."""
+    """Return a field in a label: 'ring' for the name of a part, 'seed=1' for anything else."""
     number = f"{value:g}" if isinstance(value, float) else str(value)
     return str(value) if key in NAME_FIRST else f"{key.removesuffix('.name').rpartition('.')[2]}={number}"
 
 
 def labels(runs: list[Record]) -> list[str]:
-    """A label for each run: the fields in which configs differ, and its directory's name if others have the same ones.
+    """Return a label for each run: the fields in which configs differ, with its directory's name if others have the same.
 
-    If that gets longer than `LONGEST_LABEL`, all labels are directory names.
+    If one is longer than `LONGEST_LABEL`, all labels are directory names.
     """
     identities = [_identity(run) for run in runs]
     keys = set().union(*identities)
@@ -191,34 +192,31 @@ def labels(runs: list[Record]) -> list[str]:
         or (key in NAME_FIRST and any(key not in identity for identity in identities))
     ]
     named = [" ".join(_part(key, identity[key]) for key in differing if key in identity) for identity in identities]
-    told = [
+    candidates = [
         run.directory.name if not name else name if named.count(name) == 1 else f"{name} ({run.directory.name})"
         for name, run in zip(named, runs, strict=True)
     ]
-    if max(map(len, told)) <= LONGEST_LABEL:
-        return told
+    if max(map(len, candidates)) <= LONGEST_LABEL:
+        return candidates
     folders = [run.directory.name for run in runs]
     return folders if len({*folders}) == len(runs) else [str(run.directory) for run in runs]
 
 
-# -- Units ------------------------------------------------------------------------------------------------------------
-
-
 def throughputs(row: dict[str, Any]) -> dict[str, float]:
-    """The throughput in a row by what it counts, such as {"tokens": 1000.0} per second."""
+    """Return the throughput in a row by what it counts, such as {"tokens": 1000.0} per second."""
     return {
         key.removesuffix("_per_s"): value for key, value in row.items() if key.endswith("_per_s") and isinstance(value, int | float)
     }
 
 
 def items(runs: list[Record]) -> str:
-    """What the throughput of all runs counts, such as "tokens"; "items" if they differ."""
+    """Return what the throughput of all runs counts, such as "tokens"; "items" if they differ."""
     counted = {item for run in runs for row in run.train for item in throughputs(row)}
     return counted.pop() if len(counted) == 1 else "items"
 
 
 def loss_unit(runs: list[Record]) -> str:
-    """The unit of the runs' losses, such as "nats/byte"; empty if they are of several tasks, or of one without a unit."""
+    """Return the unit of the runs' losses, such as "nats/byte"; empty if they are of several tasks, or of one without a unit."""
     kinds = {(run.task, run.unit) for run in runs}
     return kinds.pop()[1] if len(kinds) == 1 else ""
 
@@ -227,7 +225,7 @@ def loss_unit(runs: list[Record]) -> str:
 
 
 def cells(runs: list[Record], names: list[str]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows) of the table as text; "–" where a run has no value yet."""
+    """Return (header, rows) of the table as text; "–" where a run has no value yet."""
     header = ["run", "steps", "eval loss", "to first", "workers' loss", "consensus", "time, s", f"{items(runs)}/s", "MB/step"]
     first = runs[0].losses[0]
     rows = []
@@ -255,7 +253,7 @@ def cells(runs: list[Record], names: list[str]) -> tuple[list[str], list[list[st
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, aligned so that it is legible as text too."""
+    """Return a Markdown table, aligned so that it is also legible as text."""
     rows = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
     widest, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = [" | ".join([name.ljust(widest), *map(str.rjust, numbers, widths)]) for name, *numbers in rows]
@@ -263,8 +261,8 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
 
 
-def table(header: list[str], rows: list[list[str]]) -> rich.table.Table:
-    """The same table for a terminal."""
+def table(header: list[str], rows: list[list[str]]) -> script.Table:
+    """Return the table for a terminal."""
     drawn = script.table(*header, box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in drawn.columns:
         column.overflow = "fold"
@@ -278,7 +276,7 @@ def table(header: list[str], rows: list[list[str]]) -> rich.table.Table:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred running mean over a twentieth of the values, over fewer of them at both ends."""
+    """Return the centered running mean over a twentieth of the values, over fewer of them at both ends."""
     reach = len(values) // SMOOTHED_SHARE // 2
     total = np.concatenate([[0.0], np.cumsum(values)])
     middle = np.arange(len(values))
@@ -287,34 +285,33 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
-    """The values of one key in all rows."""
+    """Return the values of one key in all rows."""
     return np.array([row[key] for row in rows], float)
 
 
-def draw_loss(axis, run: Record, against: str, style: dict[str, Any]) -> None:
-    """Training loss light, validation loss of the averaged model dark with markers."""
-    light = style | dict(marker="" if len(run.train) > 1 else ".", label=None, alpha=0.4, linewidth=1.1)
+def draw_loss(axis: "Axes", run: Record, against: str, style: dict[str, Any]) -> None:
+    """Draw the training loss light, the validation loss of the averaged model dark with markers."""
+    light: dict[str, Any] = {**style, "marker": "" if len(run.train) > 1 else ".", "label": None, "alpha": 0.4, "linewidth": 1.1}
     axis.plot(column(run.train, against), smooth(column(run.train, "loss")), **light)
     axis.plot(column(run.evaluations, against), column(run.evaluations, "loss"), markersize=4, linewidth=1.6, **style)
 
 
-def changes(run: Record) -> bool:
-    """Whether the number of workers changed during a run."""
-    return len({row["workers"] for row in run.train if "workers" in row}) > 1
-
-
-def draw_workers(axis, run: Record, style: dict[str, Any]) -> None:
-    """How many workers took part in each step."""
+def draw_workers(axis: "Axes", run: Record, style: dict[str, Any]) -> None:
+    """Draw the number of workers in each step."""
     if rows := [row for row in run.train if "workers" in row]:
-        axis.plot(column(rows, "time_s"), column(rows, "workers"), drawstyle="steps-pre", linewidth=1.4, **style | dict(marker=""))
+        steps: dict[str, Any] = {**style, "marker": "", "drawstyle": "steps-pre", "linewidth": 1.4}
+        axis.plot(column(rows, "time_s"), column(rows, "workers"), **steps)
     axis.set(title="workers", xlabel="time, s", ylim=(0, None))
-    axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.locator_params(axis="y", integer=True)
 
 
 def plot(runs: list[Record], names: list[str], path: str) -> None:
-    """Draws the figure: loss against step, loss against time, consensus distance, and the workers of elastic runs that lost some."""
-    elastic = any(map(changes, runs))
-    with script.panels(path, 3 + elastic, (13 + 4 * elastic, 4.6)) as (figure, (by_step, by_time, distance, *workers)):
+    """Draw loss against step, loss against time, consensus distance, and the workers of elastic runs that lost some."""
+    elastic = any(len({row["workers"] for row in run.train if "workers" in row}) > 1 for run in runs)
+    caption = (
+        "dark with markers: validation loss of the averaged model; light: training loss, running mean over a twentieth of the run"
+    )
+    with script.panels(path, 3 + elastic, (13 + 4 * elastic, 4.6), caption) as (by_step, by_time, distance, *workers):
         for i, (run, name) in enumerate(zip(runs, names, strict=True)):
             again, i = divmod(i, len(script.COLORS))
             style = dict(color=script.COLORS[i], marker=MARKERS[i], linestyle=LINES[again % len(LINES)])
@@ -326,14 +323,10 @@ def plot(runs: list[Record], names: list[str], path: str) -> None:
             for axis in workers:
                 draw_workers(axis, run, style)
         _label_axes(by_step, by_time, distance, runs, names)
-        script.dress(
-            figure,
-            "dark with markers: validation loss of the averaged model; light: training loss, running mean over a twentieth of the run",
-        )
-        figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=9)
+        by_step.figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=9)
 
 
-def _label_axes(by_step, by_time, distance, runs: list[Record], names: list[str]) -> None:
+def _label_axes(by_step: "Axes", by_time: "Axes", distance: "Axes", runs: list[Record], names: list[str]) -> None:
     together = [name for run, name in zip(runs, names, strict=True) if not any(row["consensus_distance"] for row in run.train)]
     zero = "\n(zero throughout: " + ", ".join(together) + ")" if together else ""
     loss = ", ".join(filter(None, ("loss", loss_unit(runs))))

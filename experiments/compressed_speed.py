@@ -1,4 +1,4 @@
-"""What compression gains on slow links: one table, from one interleaved run, beside the cost model and PyTorch's PowerSGD.
+"""What compression gains on slow links: one table, from one interleaved run, with the cost model and PyTorch's PowerSGD.
 
     python -m experiments.compressed_speed --peers=.venv-peers/bin/python --out=runs/compressed_speed.json
 
@@ -7,17 +7,16 @@ process a host and a core for two of them. First launch.calibrate measures a wor
 method computes, without any message; from that the cost model predicts every row of decjax. Then the rows take turns; a figure
 is the median over the rounds of the mean time of a step.
 
-With c the step without communication and X the time in which a link carries the parameters, all-reduce takes c + 1.5 X, so nothing
-is 8 times as fast where c > 1.5/7 X; and what compressing costs, some 60 ms, is less than a tenth of c only if c is long enough. At
-50 Mbit/s on two cores both leave room for five sequences a worker, the default; four miss the one, eight, as experiments.speedup
-has, the other.
+With c the step without communication and X the time in which a link carries the parameters, all-reduce takes c + 1.5 X, so a speed-up
+of 8 needs c ≤ 1.5/7 X. Compression costs about 60 ms, which is less than a tenth of c only if c is long enough. At 50 Mbit/s on two
+cores five sequences a worker, the default, allow both; four are too few for the latter, and eight, as in experiments.speedup, too many
+for the former.
 """
 
 import math
 from typing import Any
 
 from absl import flags
-import rich.table
 
 from decjax import costmodel
 from experiments import cluster_runtime, methods, script, speedup
@@ -25,15 +24,15 @@ from experiments.bench.cluster.systems import BUCKET, ERRORS, WHOLE, Row, Runner
 from experiments.methods import ALONE, HOSTS, ONE_PEER, SYNC
 from experiments.script import Check
 from experiments.speedup import TORCH_ALONE, Measured
-from launch import cluster, command
+from launch import cluster
 
 FLAGS = flags.FLAGS
 
-STEPS = 6  # of a visit at least; less of rows that take seconds
+STEPS = 6  # minimum of a visit, except for slow rows
 GOSSIP, REDUCE = "gossip", "all-reduce"
 DDP, HOOK = "DDP", "DDP, PowerSGD rank 4"
 EXACT = {name: methods.SHORTHANDS[name] for name in (ALONE, SYNC, ONE_PEER)}
-# Family -> row -> shorthand of configs/lm.py. PowerGossip needs pairs, which of four workers base_k makes, as a hypercube does.
+# Family -> row -> shorthand of configs/lm.py. PowerGossip needs pairs, as in base_k of four workers or in a hypercube.
 COMPRESSED = {
     GOSSIP: {
         "int8": "codec=int8",
@@ -55,10 +54,10 @@ SHORTHANDS = {f"{family}, {name}": text for family, rows in COMPRESSED.items() f
 
 
 def rows(batch_size: int) -> list[Row]:
-    """All rows, first those of decjax, then those of PyTorch."""
+    """Return all rows, first those of decjax, then those of PyTorch."""
     made = [decjax(name, text, WHOLE if name == SYNC else BUCKET, batch_size=batch_size) for name, text in EXACT.items()]
     for name, text in SHORTHANDS.items():
-        # 1-bit Adam averages gradients exactly before `reducer.start`; what is timed are the compressed steps after it.
+        # 1-bit Adam averages gradients exactly before `reducer.start`; the compressed steps after it are timed.
         late: dict[str, Any] = {"reducer.start": 1} if "onebit" in text else {}
         made.append(decjax(name, text, batch_size=batch_size, **late))
     return [
@@ -71,7 +70,7 @@ def rows(batch_size: int) -> list[Row]:
 
 
 def predict(profile: costmodel.Cluster, workload: costmodel.Workload) -> dict[str, float]:
-    """Predicted seconds per step of every row of decjax, from the profile that was measured beforehand."""
+    """Return the predicted seconds per step of every row of decjax, from the measured profile."""
     modelled = {name: method for name, method in methods.modelled().items() if name in EXACT}
     named = {text: name for name, text in SHORTHANDS.items()}
     modelled |= {named[form.name]: costmodel.compressed(form) for form in workload.compressed}
@@ -79,7 +78,7 @@ def predict(profile: costmodel.Cluster, workload: costmodel.Workload) -> dict[st
 
 
 def checks(measured: Measured, predicted_s: dict[str, float]) -> list[Check]:
-    """The checks of compression, for the fastest row of each family; nan (not met) where no row ran."""
+    """Return the checks of compression, for the fastest row of each family; nan (not met) if no row ran."""
     time_s, rate, found = measured.time_s, measured.rate, []
     for family, names in COMPRESSED.items():
         best = min((f"{family}, {name}" for name in names), key=lambda row: (math.isnan(time_s(row)), time_s(row)))
@@ -91,12 +90,12 @@ def checks(measured: Measured, predicted_s: dict[str, float]) -> list[Check]:
     return [*found, Check("the cost model's worst error", rate, max(errors, default=math.nan), 0.10, True)]
 
 
-def tabulate(measured: Measured, predicted_s: dict[str, float], refused: dict[str, str]) -> rich.table.Table:
-    """A table of all rows: time, ratios, bytes, and the predicted time."""
+def tabulate(measured: Measured, predicted_s: dict[str, float], refused: dict[str, str]) -> script.Table:
+    """Return time, ratios, bytes and predicted time of all rows."""
     columns = ("", "ms per step", "÷ no communication", f"speed-up over {SYNC}", "MB out of a host", "predicted", "error")
     table, time_s = script.table(*columns), measured.time_s
     for row in rows(1):
-        step_s, told = time_s(row.name), predicted_s.get(row.name)
+        step_s, forecast_s = time_s(row.name), predicted_s.get(row.name)
         if row.name in refused or math.isnan(step_s):
             table.add_row(row.name, "cannot run" if row.name in refused else "", *[""] * 5)
             continue
@@ -107,7 +106,7 @@ def tabulate(measured: Measured, predicted_s: dict[str, float], refused: dict[st
             f"{step_s / time_s(alone):.2f}",
             f"{time_s(sync) / step_s:.2f}",
             f"{measured.sent_bytes[row.name] / 1e6:.2f}",
-            *((script.ms(told), script.difference(told, step_s)) if told else ("", "")),
+            *((script.ms(forecast_s), script.difference(forecast_s, step_s)) if forecast_s else ("", "")),
         )
     return table
 
@@ -124,17 +123,14 @@ def main() -> None:
     num_bytes = 4 * runner.num_parameters
     script.show(tabulate(measured, predicted_s, runner.refused), script.tabulate(checks(measured, predicted_s)))
     script.show(f"{FLAGS.batch_size} sequences a worker; X = {script.ms(measured.once_s(num_bytes))} ms")
-    script.show(*(f"{name} cannot run: {why}" for name, why in runner.refused.items()))
+    script.show(*runner.refusals)
     script.save(FLAGS.out, num_bytes=num_bytes, refused=runner.refused, predicted_s=predicted_s, measured=measured._asdict())
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("rate", "50mbit", "Of every link, both ways.")
+    script.define("json", "row", "peers")
+    flags.DEFINE_string("rate", "50mbit", "Rate of every link, both ways.")
     flags.DEFINE_integer("batch_size", 5, "Sequences per worker and step.", lower_bound=1)
     flags.DEFINE_integer("rounds", 3, "Visits of each row.", lower_bound=1)
-    flags.DEFINE_float("seconds", 90.0, "About how long to calibrate.", lower_bound=1.0)
-    flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt, for the rows of PyTorch.")
-    flags.DEFINE_multi_string("row", [], "A row to measure beside the first two, may be repeated; none: all.")
-    script.selects("row")
-    flags.DEFINE(command.FILE, "out", None, "JSON of everything measured.")
+    flags.DEFINE_float("seconds", 90.0, "Approximate duration of the calibration.", lower_bound=1.0)
     script.run(main, ERRORS)

@@ -2,23 +2,21 @@
 
     python -m experiments.compression --workdir=runs/compression --markdown
 
-One run of configs/lm.py for each row: 8 workers, equal steps, equal data, the learning rate of the uncompressed method. Runs
-that have finished are not repeated. Bytes are those of the compiled program's messages, means over workers and steps. Loss is
-that of the averaged model on all of the validation text, and compared with the uncompressed method that mixes in the same
-order.
+One run of configs/lm.py for each row: 8 workers, equal steps, equal data, the learning rate of the uncompressed method. Finished runs
+are not repeated. Bytes are those of the compiled program's messages, means over workers and steps. Loss is that of the averaged
+model on all of the validation text, and compared with the uncompressed method that mixes in the same order.
 
-CHOCO by itself takes a cautious step, half of what its codec keeps of noise. Here, where the period of the graph averages
-exactly, signs bear the whole step (γ = 1); values of top-k do not.
+By default CHOCO takes a cautious step, half of the fraction of noise that its codec keeps. Here, where a period of the graph averages
+exactly, the full step (γ = 1) is stable with signs, but not with top-k.
 """
 
 import pathlib
 from typing import NamedTuple
 
 from absl import flags
-import rich.table
 
 from experiments import rows as rows_lib
-from experiments import script, trials
+from experiments import script, sweep
 from experiments.rows import Row
 from experiments.script import Check
 
@@ -28,12 +26,12 @@ GOSSIP, ATC, REDUCE = "exact gossip", "exact gossip, atc", "all-reduce"
 
 
 def gossip(name: str, shorthand: str = "", *fields: str) -> Row:
-    """A row of gossip over the one-peer exponential graph."""
+    """Return a row of gossip over the one-peer exponential graph."""
     return Row(name, shorthand, fields, ATC if "order=atc" in shorthand else GOSSIP)
 
 
 def reduce(name: str, shorthand: str, *fields: str) -> Row:
-    """A row of a method that averages over all workers."""
+    """Return a row of a method that averages over all workers."""
     return Row(name, shorthand, fields, REDUCE)
 
 
@@ -68,50 +66,46 @@ ROWS = (
 
 
 class Cost(NamedTuple):
-    """What a row's compression gains and costs, relative to the uncompressed method."""
+    """Gain and cost of a row's compression, relative to the uncompressed method."""
 
     row: Row
-    fewer: float  # how many times fewer bytes
-    loss: float  # by how many percent the loss is higher
+    fewer: float  # times fewer bytes
+    loss: float  # increase of the loss in percent
 
 
 def costs(rows: list[Row], summaries: rows_lib.Summaries) -> list[Cost]:
-    """Gains and costs of all compressed rows that ran."""
-    sent = "bytes_per_step_per_worker"
+    """Return gains and costs of all compressed rows that ran."""
     compared = [(row, summaries[row.name], summaries[row.reference]) for row in rows if row.name != row.reference]
     return [
-        Cost(row, reference[sent] / summary[sent], 100 * (summary["eval_loss"] / reference["eval_loss"] - 1))
+        Cost(row, reference[rows_lib.BYTES] / summary[rows_lib.BYTES], 100 * (summary["eval_loss"] / reference["eval_loss"] - 1))
         for row, summary, reference in compared
         if summary and reference
     ]
 
 
-def tabulate(rows: list[Row], summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
-    """A table of bytes, their ratio to the uncompressed method's, loss, and its difference from the uncompressed method's."""
+def tabulate(rows: list[Row], summaries: rows_lib.Summaries, markdown: bool) -> script.Table:
+    """Return bytes and loss of each row, with their relation to those of the uncompressed method."""
     table = rows_lib.table(("", "kB per step", "times fewer", "loss", "to the uncompressed"), markdown)
     of = {cost.row.name: cost for cost in costs(rows, summaries)}
     for row in rows:
         cells, cost = ("", "", "diverged", ""), of.get(row.name)
         if summary := summaries[row.name]:
             fewer, more = (f"{cost.fewer:.1f}", f"{cost.loss:+.1f} %") if cost else ("", "")
-            cells = (f"{summary['bytes_per_step_per_worker'] / 1e3:.1f}", fewer, f"{summary['eval_loss']:.4f}", more)
+            cells = (f"{summary[rows_lib.BYTES] / 1e3:.1f}", fewer, f"{summary['eval_loss']:.4f}", more)
         table.add_row(row.name, *cells)
     return table
 
 
 def checks(found: list[Cost]) -> list[Check]:
-    """The checks: by how many percent compression may raise the loss."""
-
-    def best(what, bound, chosen):
-        cost = min((cost for cost in found if chosen(cost)), key=lambda cost: cost.loss, default=None)
-        return [Check(f"{what}: {cost.row.name}", f"{cost.fewer:.0f} ×", cost.loss, bound, True)] if cost else []
-
-    return [
-        *best("8 bits, % of loss", 0.5, lambda cost: cost.row.name.startswith("int8")),
-        *best("4 bits, % of loss", 0.5, lambda cost: cost.row.name.startswith("int4")),
-        *best("gossip, 30 × fewer bytes", 2.0, lambda cost: cost.row.reference != REDUCE and cost.fewer >= 30),
-        *best("all-reduce, 100 × fewer bytes", 2.0, lambda cost: cost.row.reference == REDUCE and cost.fewer >= 100),
-    ]
+    """Return the checks of the increase of the loss, in percent, for the best row of each kind."""
+    kinds = (
+        ("8 bits, % of loss", 0.5, [cost for cost in found if cost.row.name.startswith("int8")]),
+        ("4 bits, % of loss", 0.5, [cost for cost in found if cost.row.name.startswith("int4")]),
+        ("gossip, 30 × fewer bytes", 2.0, [cost for cost in found if cost.row.reference != REDUCE and cost.fewer >= 30]),
+        ("all-reduce, 100 × fewer bytes", 2.0, [cost for cost in found if cost.row.reference == REDUCE and cost.fewer >= 100]),
+    )
+    best = [(what, bound, min(costs, key=lambda cost: cost.loss)) for what, bound, costs in kinds if costs]
+    return [Check(f"{what}: {cost.row.name}", f"{cost.fewer:.0f} ×", cost.loss, bound, True) for what, bound, cost in best]
 
 
 def main() -> int:
@@ -123,4 +117,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     rows_lib.define_flags(workdir="runs/compression", steps=3000)
-    script.run(main, errors=(trials.Broken, OSError))
+    script.run(main, sweep.ERRORS)

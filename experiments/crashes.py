@@ -1,13 +1,12 @@
-"""Runs that are killed again and again: each must end as if undisturbed.
+"""Runs that are killed repeatedly: each must end as if undisturbed.
 
     python -m experiments.crashes --out=runs/crashes
     python -m experiments.crashes --out=runs/crashes --kills=20 --row=choco
 
 Noisy quadratics, or digits where a method needs matrices, with 8 simulated workers and a checkpoint every twenty steps. Each method
 trains once undisturbed; then the same run is killed by SIGKILL at random moments after its first row of metrics, which may come
-before its first checkpoint, and the same command continues it, until it has been killed often enough and comes to its end. The
-checksums of all arrays of the last checkpoint must be equal, and all rows of metrics.jsonl without their times. Methods that are
-finished are not tried again.
+before its first checkpoint, and the same command continues it. After enough kills it runs to its end. The checksums of all arrays of
+the last checkpoint must be equal, and all rows of metrics.jsonl without their times. Finished methods are not repeated.
 """
 
 import json
@@ -16,18 +15,18 @@ import pathlib
 import random
 import shutil
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
 
 from decjax import files
-from experiments import script, trials
-from launch import command, processes
+from experiments import script, sweep, trials
+from launch import processes
 
 FLAGS = flags.FLAGS
 
 WORKERS, STEPS, SAVE, LOG = 8, 3000, 20, 10
-LATEST_S = 3.0  # the last moment of a kill, after the first sign of life
+LATEST_S = 3.0  # latest time of a kill, after the first new row of metrics
 
 
 class Row(NamedTuple):
@@ -39,7 +38,7 @@ class Row(NamedTuple):
     steps: int = STEPS
 
 
-DIGITS = ("configs/digits.py", 300)  # It has matrices, and enough parameters for four bits to pay.
+DIGITS = ("configs/digits.py", 300)  # a model with matrices, and enough parameters for four bits to pay
 ROWS = (
     Row("gossip, awc", "topology=one_peer_exponential"),
     Row("gossip, atc", "topology=exponential,order=atc"),
@@ -82,26 +81,25 @@ class Killed(NamedTuple):
 
 
 def trial(row: Row, workdir: pathlib.Path) -> trials.Trial:
-    """The run of a row."""
-    fields = {"log_every": LOG, "eval.every": row.steps // 3, "checkpoint.every": SAVE}
-    return trials.Trial(
-        workdir, f"{row.config}:{row.shorthand},workers={WORKERS},simulate,steps={row.steps}", tuple(fields.items())
-    )
+    """Return the run of a row."""
+    fields = (("log_every", LOG), ("eval.every", row.steps // 3), ("checkpoint.every", SAVE))
+    return trials.Trial(workdir, f"{row.config}:{row.shorthand},workers={WORKERS},simulate,steps={row.steps}", fields)
 
 
 def saving(workdir: pathlib.Path) -> bool:
-    """Whether a checkpoint is there that is not complete."""
+    """Whether there is an incomplete checkpoint."""
     complete = set(map(str, files.numbers_in(workdir / "checkpoints")))
     return any(path.name not in complete for path in (workdir / "checkpoints").glob("*") if path.is_dir())
 
 
 def disturb(run: trials.Trial, kills: int, chance: random.Random) -> tuple[int, int]:
-    """Kills a run so often, and lets it end; (kills, kills while saving)."""
-    done = while_saving = 0
+    """Kill a run repeatedly, then let it end; return (kills, kills while saving)."""
+    path, done, while_saving = run.workdir / "metrics.jsonl", 0, 0
+    written = lambda: path.stat().st_mtime_ns if path.exists() else 0
     while True:
-        before = _written(run.workdir)
+        before = written()
         process = trials.start(run)
-        while process.poll() is None and _written(run.workdir) == before:
+        while process.poll() is None and written() == before:
             time.sleep(0.01)
         if done < kills:
             time.sleep(chance.uniform(0, LATEST_S))
@@ -117,30 +115,24 @@ def disturb(run: trials.Trial, kills: int, chance: random.Random) -> tuple[int, 
             return done, while_saving
 
 
-def _written(workdir: pathlib.Path) -> int:
-    """When the metrics were written last."""
-    path = workdir / "metrics.jsonl"
-    return path.stat().st_mtime_ns if path.exists() else 0
-
-
 def last_state(workdir: pathlib.Path) -> list[int]:
-    """The checksums of all arrays of the newest checkpoint."""
+    """Return the checksums of all arrays of the newest checkpoint."""
     folder = workdir / "checkpoints"
     return json.loads((folder / str(files.numbers_in(folder)[-1]) / "extra" / "metadata").read_text())["checksums"]
 
 
-def untimed(run: trials.Trial) -> list[dict[str, Any]]:
-    """The rows of a run without times and rates."""
-    rows = trials.rows(run.workdir)
-    return [{name: value for name, value in row.items() if not name.endswith(("time_s", "_per_s"))} for row in rows]
+def untimed(run: trials.Trial) -> list[dict[str, object]]:
+    """Return the rows of a run without times and rates."""
+    return [{name: value for name, value in row.items() if not name.endswith(("time_s", "_per_s"))} for row in run.rows()]
 
 
 def compare(row: Row, out: pathlib.Path, kills: int, seed: int) -> Killed:
-    """Trains a row undisturbed and disturbed, unless that was done."""
-    kept = out / trials.name_of(row.name) / f"killed_{kills}_{seed}.json"
+    """Train a row undisturbed and disturbed, unless that is done."""
+    folder = out / trials.name_of(row.name)
+    kept = folder / f"killed_{kills}_{seed}.json"
     if kept.exists():
         return Killed(**json.loads(kept.read_text()))
-    calm, killed = (trial(row, out / trials.name_of(row.name) / name) for name in ("calm", "killed"))
+    calm, killed = trial(row, folder / "calm"), trial(row, folder / "killed")
     if not trials.Pool(1).train(calm):
         raise trials.Broken(f"the run in {calm.workdir} diverged")
     shutil.rmtree(killed.workdir, ignore_errors=True)
@@ -150,13 +142,13 @@ def compare(row: Row, out: pathlib.Path, kills: int, seed: int) -> Killed:
     return found
 
 
-def tabulate(found: dict[str, Killed]) -> Any:
-    """One row a method."""
+def tabulate(found: dict[str, Killed]) -> script.Table:
+    """Return a row for each method."""
     table = script.table("", "killed", "while saving", "same state", "same metrics")
     words = {True: "yes", False: "NO"}
     for name, result in found.items():
         table.add_row(name, str(result.kills), str(result.saving), words[result.same_state], words[result.same_rows])
-    table.add_row("together", *(str(sum(getattr(result, what) for result in found.values())) for what in ("kills", "saving")))
+    table.add_row("together", *(str(sum(column)) for column in list(zip(*found.values()))[:2]))
     return table
 
 
@@ -173,10 +165,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE(command.FOLDER, "out", None, "Run directories go here.", required=True)
-    flags.DEFINE_integer("kills", 100, "Over all methods.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of the moments.")
-    flags.DEFINE_multi_string("row", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
-    script.selects("row")
-    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
-    script.run(main, (trials.Broken, OSError))
+    script.define("out", "row", "pages", rows=ROWS)
+    flags.DEFINE_integer("kills", 100, "Kills of all methods together.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Seed of the times of kills.")
+    script.run(main, sweep.ERRORS)

@@ -24,12 +24,12 @@ import shutil
 import signal
 import subprocess
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
 
 from decjax import files
-from experiments import goodput, script, trials
+from experiments import fault_runs, script, trials
 from launch import cluster, command, processes
 
 FLAGS = flags.FLAGS
@@ -43,6 +43,14 @@ METHODS = {  # name: (shorthand, whether its replicas are equal at the end)
     "DiLoCo": ("method=diloco,every=10", True),
 }
 STEPS, LOG, SAVE = 1500, 10, 50
+FIELDS = (
+    ("data.wait_s", 0.02),  # so that runs outlast the events
+    ("log_every", LOG),
+    ("eval.every", 10**9),
+    ("checkpoint.every", SAVE),
+    ("elastic.spares", False),
+    ("elastic.heartbeat_s", 5.0),
+)
 ON_PROCESS, ON_LAUNCHER = ("kill", "freeze"), ("terminate", "kill launcher", "stop launcher", "second launcher")
 ON_LINKS = ("cut", "partition")
 LASTS_S = (1.0, 12.0)  # durations of events, shorter and longer than the heartbeat
@@ -54,6 +62,12 @@ MAX_DISTANCE = 1e-4  # consensus distance of replicas that are equal except for 
 
 class Violated(Exception):
     """A condition that does not hold after a sequence."""
+
+
+def require(condition: bool, problem: str) -> None:
+    """Check a condition."""
+    if not condition:
+        raise Violated(problem)
 
 
 class Event(NamedTuple):
@@ -102,29 +116,15 @@ class Run:
         self.launcher = self._start()
 
     def _start(self) -> subprocess.Popen:
-        shorthand, _ = METHODS[self.case.method]
-        count = self.case.processes
-        fields = {
-            "data.wait_s": 0.02,  # so that runs outlast the events
-            "log_every": LOG,
-            "eval.every": 10**9,
-            "checkpoint.every": SAVE,
-            "elastic.spares": False,
-            "elastic.heartbeat_s": 5.0,
-        }
-        trial = trials.Trial(
-            self.workdir, f"experiments/paced.py:{shorthand},workers={count},simulate=false,steps={STEPS}", tuple(fields.items())
-        )
-        launcher = (
-            ["launch.cluster", "run", f"--hosts={count}", f"--name={NETWORK}"]
-            if self.case.in_cluster
-            else ["launch.local", f"--num_processes={count}"]
-        )
-        line = processes.python(launcher[0], [*launcher[1:], "--elastic", "--", *trial.arguments])
+        (shorthand, _), count = METHODS[self.case.method], self.case.processes
+        config = f"experiments/paced.py:{shorthand},workers={count},simulate=false,steps={STEPS}"
+        arguments = ["--elastic", "--", *trials.Trial(self.workdir, config, FIELDS).arguments]
+        if self.case.in_cluster:
+            line = processes.python("launch.cluster", ["run", f"--hosts={count}", f"--name={NETWORK}", *arguments])
+        else:
+            line = processes.python("launch.local", [f"--num_processes={count}", *arguments])
         with (self.folder / "launcher.log").open("a") as log:
             return processes.start(line, death_signal=signal.SIGTERM, stdout=log, stderr=log)
-
-    # -- Events -------------------------------------------------------------------------------------------------------
 
     def do(self, event: Event) -> None:
         """Disturb the run; return when the event is over."""
@@ -132,27 +132,33 @@ class Run:
             return
         self.disturbed |= set(event.targets)
         self.done.append(event)
-        {
-            "kill": lambda event: self._signal(event.targets[0], signal.SIGKILL),
-            "freeze": self._freeze,
-            "cut": lambda event: self._on_links(event, cluster.Network.set_link),
-            "partition": lambda event: self._on_links(event, cluster.Network.set_route),
-            "terminate": lambda event: self._restart(signal.SIGTERM),
-            "kill launcher": lambda event: self._restart(signal.SIGKILL),
-            "stop launcher": self._stop_launcher,
-            "second launcher": self._second,
-        }[event.kind](event)
+        match event.kind:
+            case "kill":
+                self._signal(event, signal.SIGKILL)
+            case "freeze":
+                self._signal(event, signal.SIGSTOP)
+                time.sleep(event.lasts_s)
+                self._signal(event, signal.SIGCONT)
+            case "cut":
+                self._on_links(event, cluster.Network.set_link)
+            case "partition":
+                self._on_links(event, cluster.Network.set_route)
+            case "terminate":
+                self._restart(signal.SIGTERM)
+            case "kill launcher":
+                self._restart(signal.SIGKILL)
+            case "stop launcher":
+                self.launcher.send_signal(signal.SIGSTOP)
+                time.sleep(event.lasts_s)
+                self.launcher.send_signal(signal.SIGCONT)
+            case "second launcher" if not self.case.in_cluster:  # Two launchers cannot have one network.
+                self._second()
 
-    def _signal(self, slot: int, number: signal.Signals) -> None:
+    def _signal(self, event: Event, number: signal.Signals) -> None:
         for process, line in members(self.workdir):
-            if f"--process_index={slot}" in line:
+            if f"--process_index={event.targets[0]}" in line:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, number)
-
-    def _freeze(self, event: Event) -> None:
-        self._signal(event.targets[0], signal.SIGSTOP)
-        time.sleep(event.lasts_s)
-        self._signal(event.targets[0], signal.SIGCONT)
 
     def _on_links(self, event: Event, change: Callable[..., None]) -> None:
         """Take links down and up again with `change`, a method of a network."""
@@ -168,25 +174,15 @@ class Run:
         if code == 0:
             return  # The run has finished.
         stopped = 128 + signal.SIGTERM, -signal.SIGTERM  # The latter while modules are being imported.
-        if number == signal.SIGTERM and code not in stopped:
-            raise Violated(f"SIGTERM ended the launcher with exit code {code}")
+        require(number != signal.SIGTERM or code in stopped, f"SIGTERM ended the launcher with exit code {code}")
         self._check_nothing_left()
         self.launcher = self._start()
 
-    def _stop_launcher(self, event: Event) -> None:
-        self.launcher.send_signal(signal.SIGSTOP)
-        time.sleep(event.lasts_s)
-        self.launcher.send_signal(signal.SIGCONT)
-
-    def _second(self, event: Event) -> None:
-        if self.case.in_cluster:  # Two launchers cannot have one network.
-            return
+    def _second(self) -> None:
         first, second = self.launcher, self._start()
         self._await(lambda: second.poll() is not None or first.poll() is not None, "the second launcher does not end")
-        if second.wait(HANG_S) == 0 and first.poll() is None:
-            raise Violated("a second launcher in the same directory ended with exit code 0")
-
-    # -- Conditions ---------------------------------------------------------------------------------------------------
+        failed = second.wait(HANG_S) != 0 or first.poll() is not None
+        require(failed, "a second launcher in the same directory ended with exit code 0")
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for a condition while the run makes progress."""
@@ -194,8 +190,7 @@ class Run:
         while not condition():
             if (now := self.last_row()) != last:
                 last, since = now, time.monotonic()
-            if time.monotonic() - since > HANG_S:
-                raise Violated(f"{what}: no row of metrics in {HANG_S:g} s, the last is {last}")
+            require(time.monotonic() - since <= HANG_S, f"{what}: no row of metrics in {HANG_S:g} s, the last is {last}")
             time.sleep(0.2)
 
     def last_row(self) -> int:
@@ -215,17 +210,16 @@ class Run:
             time.sleep(event.after_s)
             self.do(event)
         self._await(lambda: self.launcher.poll() is not None, "the run hangs")
-        if self.launcher.returncode:
-            raise Violated(f"the launcher ended with exit code {self.launcher.returncode}; see {self.folder / 'launcher.log'}")
+        code, log = self.launcher.returncode, self.folder / "launcher.log"
+        require(code == 0, f"the launcher ended with exit code {code}; see {log}")
         self._check_nothing_left()
         check_rows(self.case, self.workdir)
-        check_views(self.case, (self.folder / "launcher.log").read_text(), self.disturbed)
+        check_views(self.case, log.read_text(), self.disturbed)
 
     def _check_nothing_left(self) -> None:
         deadline = time.monotonic() + 60
         while left := members(self.workdir):
-            if time.monotonic() > deadline:
-                raise Violated(f"processes are left: {[process for process, _ in left]}")
+            require(time.monotonic() <= deadline, f"processes are left: {[process for process, _ in left]}")
             time.sleep(0.2)
 
     def kill(self) -> None:
@@ -239,39 +233,32 @@ class Run:
 
 def check_rows(case: Case, workdir: pathlib.Path) -> None:
     """Check the rows of metrics, the last checkpoint, the data position and the replicas of a finished run."""
-    rows = trials.rows(workdir, "train")
+    rows = trials.Trial(workdir).rows("train")
     steps = [row["step"] for row in rows]
-    if missing := set(range(LOG, STEPS + 1, LOG)) - set(steps):
-        raise Violated(f"rows of metrics are missing, the first of step {min(missing)}")
-    if steps != sorted(set(steps)):
-        raise Violated("rows of metrics are not in order, or exist twice")
+    missing = set(range(LOG, STEPS + 1, LOG)) - set(steps)
+    require(not missing, f"rows of metrics are missing, the first of step {min(missing, default=0)}")
+    require(steps == sorted(set(steps)), "rows of metrics are not in order, or exist twice")
     positions = [(0, 0), *((row["step"], row["batches"]) for row in rows)]
     for (step, batches), (later, more) in itertools.pairwise(positions):
-        if not later - step <= more - batches <= (later - step) * case.processes:
-            raise Violated(f"from step {step} to {later} the data position went from {batches} to {more}")
-    if (saved := files.numbers_in(workdir / "checkpoints"))[-1:] != [STEPS]:
-        raise Violated(f"the newest checkpoint is of step {max(saved, default=0)}, not {STEPS}")
-    distance = rows[-1]["consensus_distance"]
-    if METHODS[case.method][1] and distance > MAX_DISTANCE:
-        raise Violated(f"replicas of {case.method} differ at the end: consensus distance {distance:.1e}")
+        in_range = later - step <= more - batches <= (later - step) * case.processes
+        require(in_range, f"from step {step} to {later} the data position went from {batches} to {more}")
+    newest = max(files.numbers_in(workdir / "checkpoints"), default=0)
+    require(newest == STEPS, f"the newest checkpoint is of step {newest}, not {STEPS}")
+    distance, is_synchronous = rows[-1]["consensus_distance"], METHODS[case.method][1]
+    equal = not is_synchronous or distance <= MAX_DISTANCE
+    require(equal, f"replicas of {case.method} differ at the end: consensus distance {distance:.1e}")
 
 
 def check_views(case: Case, log: str, disturbed: set[int]) -> None:
     """Check that only disturbed processes were removed from the group."""
-    for step, slots in goodput.VIEW.findall(log):
-        if healthy := set(range(case.processes)) - {int(slot) for slot in slots.split(",")} - disturbed:
-            raise Violated(f"step {step}: process {min(healthy)} was removed, although no event had disturbed it")
+    for step, slots in fault_runs.VIEW.findall(log):
+        healthy = set(range(case.processes)) - {int(slot) for slot in slots.split(",")} - disturbed
+        require(not healthy, f"step {step}: process {min(healthy, default=0)} was removed, although no event had disturbed it")
 
 
 def members(workdir: pathlib.Path) -> list[tuple[int, list[str]]]:
     """Return the training processes of a work directory as (id, command line)."""
-    matches = []
-    for path in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # The process may have ended meanwhile.
-            line = (path / "cmdline").read_text().split("\0")
-            if f"--workdir={workdir}" in line and processes.TRAIN in line:
-                matches.append((int(path.name), line))
-    return matches
+    return [member for member in fault_runs.members(workdir) if processes.TRAIN in member[1]]
 
 
 @contextlib.contextmanager
@@ -300,45 +287,34 @@ def run_case(case: Case, folder: pathlib.Path) -> tuple[Sequence[Event], str]:
     return run.done, ""
 
 
-def words(events: Sequence[Event]) -> str:
-    """Return a text such as "kill 1, terminate"."""
-    return ", ".join(" ".join([event.kind, *map(str, event.targets)]) for event in events)
-
-
-def done(path: pathlib.Path) -> dict[int, dict[str, Any]]:
-    """Return the finished sequences of a file, by seed."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {row["seed"]: row for row in map(json.loads, lines)}
-
-
 def main() -> int:
     out = script.folder()
     out.mkdir(parents=True, exist_ok=True)
-    results, links = out / "sequences.jsonl", os.geteuid() == 0 and shutil.which("tc") is not None
+    path, links = out / "sequences.jsonl", os.geteuid() == 0 and shutil.which("tc") is not None
+    results = {row["seed"]: row for row in map(json.loads, path.read_text().splitlines() if path.exists() else [])}
+    seeds = range(FLAGS.first, FLAGS.first + FLAGS.sequences)
     with load(FLAGS.load):
-        for seed in range(FLAGS.first, FLAGS.first + FLAGS.sequences):
-            if seed in done(results):
-                continue
-            case = draw(seed, links)
-            start_s = time.monotonic()
-            events, broken = run_case(case, out / str(seed))
-            row = {"seed": seed, "method": case.method, "processes": case.processes, "events": words(events), "broken": broken}
-            with results.open("a") as file:
+        for seed in [seed for seed in seeds if seed not in results]:
+            case, start_s = draw(seed, links), time.monotonic()
+            done, broken = run_case(case, out / str(seed))
+            events = ", ".join(" ".join([event.kind, *map(str, event.targets)]) for event in done)
+            row = {"seed": seed, "method": case.method, "processes": case.processes, "events": events, "broken": broken}
+            results[seed] = row
+            with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            result = f"{case.method}, {case.processes} processes, {row['events']}: {broken or 'all conditions hold'}"
+            result = f"{case.method}, {case.processes} processes, {events}: {broken or 'all conditions hold'}"
             print(f"{seed}: {result} ({time.monotonic() - start_s:.0f} s)", flush=True)
-    rows = [row for seed, row in done(results).items() if FLAGS.first <= seed < FLAGS.first + FLAGS.sequences]
     table = script.table("method", "sequences", "events", "broken")
     for method in METHODS:
-        of_method = [row for row in rows if row["method"] == method]
-        num_events = sum(bool(event) for row in of_method for event in row["events"].split(", "))
-        table.add_row(method, *map(str, (len(of_method), num_events, sum(bool(row["broken"]) for row in of_method))))
+        rows = [results[seed] for seed in seeds if results[seed]["method"] == method]
+        num_events = sum(bool(event) for row in rows for event in row["events"].split(", "))
+        table.add_row(method, *map(str, (len(rows), num_events, sum(bool(row["broken"]) for row in rows))))
     script.show(table)
-    return int(any(row["broken"] for row in rows))
+    return int(any(results[seed]["broken"] for seed in seeds))
 
 
 if __name__ == "__main__":
-    flags.DEFINE(command.FOLDER, "out", None, "Folder of the results, and of the files of broken sequences.", required=True)
+    script.define("out")
     flags.DEFINE_integer("sequences", 150, "Number of sequences.", lower_bound=1)
     flags.DEFINE_integer("first", 0, "Seed of the first sequence.", lower_bound=0)
     flags.DEFINE_integer("load", 0, "Number of further processes that use the CPU all the time.", lower_bound=0)

@@ -1,6 +1,6 @@
 """How much training survives processes that are killed.
 
-Compared are gossip, DiLoCo and all-reduce that go on without a worker, and all-reduce that ends and continues from its last checkpoint.
+Compared are gossip, DiLoCo and all-reduce that continue without a worker, and all-reduce that ends and continues from its last checkpoint.
 
     python -m experiments.goodput --out=runs/goodput
     python -m experiments.goodput --out=runs/goodput --minutes=5 --calm_minutes=2 --row=gossip
@@ -8,54 +8,41 @@ Compared are gossip, DiLoCo and all-reduce that go on without a worker, and all-
 Four emulated hosts (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the byte model of configs/lm.py. One
 row has a model of ten times as many parameters: a process that returns receives them, and Adam's moments, over its link. Every row
 trains twice: without faults for `--calm_minutes`, and for `--minutes` while a random process is killed `--per_hour` times an
-hour. Another process takes its place at once. What happened is in OUT/ROW/events.jsonl, what was said in OUT/ROW/launcher.log; rows
-that are there are not trained again.
+hour. Another process replaces it at once. Events are in OUT/ROW/events.jsonl, the launcher's output in OUT/ROW/launcher.log; finished
+rows are not repeated.
 
 A worker *lives* as long as its process does, and *takes part* while it is in the group that takes steps. The speed of a machine drifts,
 so the run with faults is also compared with its own *quiet* stretches, in which nothing has died for a while.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-import contextlib
+from collections.abc import Iterator, Sequence
 import itertools
-import json
 import math
-import pathlib
-import re
-import signal
 import statistics
-import subprocess
-import threading
-import time
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
 
 from experiments import script, trials
-from experiments.bench.cluster.group import Failed
+from experiments.bench.cluster.systems import ERRORS
+from experiments.fault_runs import Event, Launch
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, SYNC
-from launch import cluster, command, processes
+from launch import cluster
 
 FLAGS = flags.FLAGS
 
 LARGER = dict(vocabulary=512, context=128, width=160, hidden=640, heads=5, depth=4)
-LOG = 20  # steps between rows of metrics
-SAVE = 100  # steps between checkpoints
-POLL_S = 0.05
-QUIET_S = 12.0  # after a death, until nothing is left of it to be done
-LEAVE_S = 1.0  # after the end of a launcher, when nothing of its run may be left
-_FAULT = re.compile(r"chaos: (\w+) (\d+)")
-_AGAIN = re.compile(r"process (\d+) .*it will be replaced")
-VIEW = re.compile(r"step (\d+): continuing with \d+ workers: ([\d, ]+)")
+FIELDS = {"log_every": 20, "checkpoint.every": 100, "schedule.final_fraction": 1.0, "bucket_bytes": 2**21}
+QUIET_S = 12.0  # after a death, until the group has recovered
 
 
 class Row(NamedTuple):
-    """A method, and what it does about a worker that dies."""
+    """A method, and how it handles a worker that dies."""
 
     name: str
     shorthand: str
     elastic: bool = True
-    is_larger: bool = False  # of ten times as many parameters
+    is_larger: bool = False  # with ten times as many parameters
 
 
 ROWS = (
@@ -67,157 +54,31 @@ ROWS = (
 )
 
 
-class Event(NamedTuple):
-    """What happened, and when."""
-
-    at_s: float  # since the row began
-    kind: str  # "start" of processes, "kill", "freeze" or "cut" of one, "stop" of all; "view"; "row" of metrics
-    value: Any  # the processes; who takes part; (step, loss, workers)
-
-
-# -- Runs -------------------------------------------------------------------------------------------------------------
-
-
-class Recorder:
-    """Writes events down as they happen.
-
-    Args:
-        path: of the file.
-        workdir: of the run whose rows of metrics are events too.
-    """
-
-    def __init__(self, path: pathlib.Path, workdir: pathlib.Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file, self.workdir, self._begun = path.open("w"), workdir, time.monotonic()
-        self._writing, self._last = threading.Lock(), 0
-        self.kinds = set[str]()  # of events so far
-
-    def __call__(self, kind: str, value: Any) -> None:
-        with self._writing:
-            self.kinds.add(kind)
-            self._file.write(json.dumps(Event(round(time.monotonic() - self._begun, 3), kind, value)) + "\n")
-            self._file.flush()
-
-    @property
-    def passed_s(self) -> float:
-        return time.monotonic() - self._begun
-
-    def look(self) -> None:
-        """Notes rows that are new; the steps that a run takes again after it was restored count once."""
-        path = self.workdir / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        for row in (json.loads(line) for line in lines if line.endswith("\n")):
-            if row["kind"] == "train" and row["step"] > self._last:
-                self._last = row["step"]
-                self("row", (row["step"], row["loss"], row.get("workers", HOSTS)))
-
-
-def listen(lines: IO[str], note: Recorder, log: pathlib.Path) -> None:
-    """Notes what a launcher says on standard error, all of which is kept in `log`."""
-    with log.open("a", buffering=1) as kept:
-        for line in lines:
-            kept.write(line)
-            if found := _FAULT.search(line):
-                note(found[1], [int(found[2])])
-            elif found := _AGAIN.search(line):
-                note("start", [int(found[1])])
-            elif found := VIEW.search(line):
-                note("view", [int(slot) for slot in found[2].split(",")])
-
-
-class Launch(NamedTuple):
-    """Hosts with one process each, and what happens to them."""
-
-    hosts: int
-    rate: str
-    elastic: bool
-    chaos: str
-
-
-def follow(
-    launch: Launch, arguments: Sequence[str], note: Recorder, log: pathlib.Path, over: Callable[[], bool] = lambda: False
-) -> int | None:
-    """Train on an emulated cluster and record events until the run ends or `over()` holds; return the exit code, or None for the latter."""
-    options = ["--elastic"] * launch.elastic + [f"--chaos={launch.chaos}"] * bool(launch.chaos)
-    launcher = processes.start(
-        processes.python("launch.cluster", ["run", f"--hosts={launch.hosts}", f"--rate={launch.rate}", *options, "--", *arguments]),
-        death_signal=signal.SIGTERM,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    note("start", list(range(launch.hosts)))
-    listener = threading.Thread(target=listen, args=(launcher.stderr, note, log), daemon=True)
-    listener.start()
-    while launcher.poll() is None and not over():
-        time.sleep(POLL_S)
-        note.look()
-    if ended_by_us := launcher.poll() is None:
-        launcher.send_signal(signal.SIGTERM)
-    code = launcher.wait()
-    listener.join()
-    note.look()
-    note("stop", list(range(launch.hosts)))
-    if left := leftovers(note.workdir):
-        raise Failed(f"{note.workdir}: its launcher has ended and left {'; '.join(left)}")
-    return None if ended_by_us else code
-
-
-def leftovers(workdir: pathlib.Path) -> list[str]:
-    """The processes of a run that still live, and the emulated cluster if it still exists."""
-    time.sleep(LEAVE_S)
-    found = [f"network {cluster.NAME!r}"] if cluster.find() else []
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # It has ended meanwhile.
-            if f"--workdir={workdir}" in (process / "cmdline").read_text().split("\0"):
-                found.append(f"process {process.name}")
-    return found
-
-
-def train(row: Row, folder: pathlib.Path, minutes: float, per_hour: float) -> None:
-    """Trains a row for so long, with faults, after which it is ended; notes what happens in `folder`/events.jsonl."""
-    workdir, path = folder / "run", folder / "events.jsonl"
-    note = Recorder(path.with_suffix(".part"), workdir)
-    for seed in itertools.count():
-        chaos = f"storm(per_hour={per_hour:g},seed={seed})" if per_hour else ""
-        launch = Launch(HOSTS, FLAGS.rate, row.elastic, chaos)
-        code = follow(launch, arguments(row, workdir), note, folder / "launcher.log", lambda: note.passed_s > 60 * minutes)
-        if code is None:
-            break
-        if row.elastic or "kill" not in note.kinds:
-            raise Failed(f"{row.name} ended with exit code {code}; see {folder / 'launcher.log'}")
-    path.with_suffix(".part").rename(path)
-
-
-def arguments(row: Row, workdir: pathlib.Path) -> list[str]:
-    """Of launch.train."""
+def events(row: Row, minutes: float, per_hour: float) -> list[Event]:
+    """Return the events of a row with so many faults an hour; train it unless that is done."""
+    folder = script.folder() / f"{trials.name_of(row.name)}_{per_hour:g}"
     larger = {f"model.{name}": value for name, value in LARGER.items()} if row.is_larger else {}
-    fields = larger | trials.STEPS_ONLY
-    fields |= {"log_every": LOG, "checkpoint.every": SAVE, "schedule.final_fraction": 1.0, "bucket_bytes": 2**21}
-    return trials.Trial(workdir, f"configs/lm.py:{row.shorthand},workers={HOSTS},steps=1000000", tuple(fields.items())).arguments
-
-
-# -- What the events tell ---------------------------------------------------------------------------------------------
-
-
-def read(path: pathlib.Path) -> list[Event]:
-    """The events of a file."""
-    return [Event(*json.loads(line)) for line in path.read_text().splitlines()]
+    fields = larger | trials.STEPS_ONLY | FIELDS
+    trial = trials.Trial(folder / "run", f"configs/lm.py:{row.shorthand},workers={HOSTS},steps=1000000", tuple(fields.items()))
+    chaos = lambda start: f"storm(per_hour={per_hour:g},seed={start})" if per_hour else ""
+    return Launch(HOSTS, FLAGS.rate, chaos, 60 * minutes, row.elastic).events(
+        folder / "events.jsonl", folder / "launcher.log", trial
+    )
 
 
 class Phase(NamedTuple):
-    """Between two events."""
+    """The time between two events."""
 
-    begun_s: float
-    ended_s: float
+    start_s: float
+    end_s: float
     living: frozenset[int]  # processes
-    members: frozenset[int]  # those of them that take steps
+    members: frozenset[int]  # living processes that take steps
 
 
 def phases(events: Sequence[Event]) -> Iterator[Phase]:
-    """Who lives and who takes part, from the first row of metrics to the last.
+    """Yield the phases from the first row of metrics to the last.
 
-    A run that ended and was started again takes part from the first row on that it had not written before.
+    A run that ended and was started again takes part from its first new row of metrics.
     """
     rows = [event.at_s for event in events if event.kind == "row"]
     living, members = frozenset[int](), frozenset[int]()
@@ -231,9 +92,9 @@ def phases(events: Sequence[Event]) -> Iterator[Phase]:
         elif event.kind == "row" and not members & living:
             members = living
         members &= living
-        begun_s, ended_s = max(event.at_s, rows[0]), min(following.at_s, rows[-1])
-        if ended_s > begun_s:
-            yield Phase(begun_s, ended_s, living, members)
+        start_s, end_s = max(event.at_s, rows[0]), min(following.at_s, rows[-1])
+        if end_s > start_s:
+            yield Phase(start_s, end_s, living, members)
 
 
 class Figures(NamedTuple):
@@ -248,45 +109,37 @@ class Figures(NamedTuple):
 
 
 def figures(events: Sequence[Event]) -> Figures:
-    """Of one run."""
-    rows = [event for event in events if event.kind == "row"]
-    found = list(phases(events))
-    living_s, part_s = (
-        sum((phase.ended_s - phase.begun_s) * len(getattr(phase, who)) for phase in found) for who in ("living", "members")
-    )
+    """Return the results of a run."""
+    rows, found = [event for event in events if event.kind == "row"], list(phases(events))
+    living_s = sum((phase.end_s - phase.start_s) * len(phase.living) for phase in found)
+    part_s = sum((phase.end_s - phase.start_s) * len(phase.members) for phase in found)
     worker_steps = sum((late.value[0] - early.value[0]) * late.value[2] for early, late in itertools.pairwise(rows))
     deaths = [event.at_s for event in events if event.kind == "kill" and rows[0].at_s < event.at_s < rows[-1].at_s]
-    resumed = [
-        _first(event.at_s for event in events if event.kind in ("view", "row") and event.at_s > at_s) - at_s for at_s in deaths
-    ]
-    whole = [
-        _first(phase.begun_s for phase in found if phase.begun_s > at_s and len(phase.members) == HOSTS) - at_s for at_s in deaths
-    ]
-    steps, seconds = rows[-1].value[0] - rows[0].value[0], rows[-1].at_s - rows[0].at_s
-    whole = [took_s for took_s in whole if took_s < 1e9]
-    return Figures(steps / seconds, worker_steps / living_s, _quiet_per_s(rows, deaths), part_s / living_s, resumed, whole)
-
-
-def _quiet_per_s(rows: Sequence[Event], deaths: Sequence[float]) -> float:
-    """Steps per second between neighbouring rows of which the first is `QUIET_S` after the last death, and none is between them."""
+    steps = [event.at_s for event in events if event.kind in ("view", "row")]
+    whole = [phase.start_s for phase in found if len(phase.members) == HOSTS]
     quiet = [
         (early, late)
         for early, late in itertools.pairwise(rows)
         if not any(early.at_s - QUIET_S < at_s <= late.at_s for at_s in deaths)
     ]
-    seconds = sum(late.at_s - early.at_s for early, late in quiet)
-    return sum(late.value[0] - early.value[0] for early, late in quiet) / seconds if seconds else math.nan
+    return Figures(
+        steps_per_s=_rate([(rows[0], rows[-1])]),
+        each_per_s=worker_steps / living_s,
+        quiet_per_s=_rate(quiet),
+        participation=part_s / living_s,
+        resumed_s=[next((time_s for time_s in steps if time_s > at_s), math.inf) - at_s for at_s in deaths],
+        whole_s=[found_s - at_s for at_s in deaths if (found_s := next((s for s in whole if s > at_s), None)) is not None],
+    )
 
 
-def _first(times: Iterator[float]) -> float:
-    return next(iter(times), 1e9)
+def _rate(intervals: Sequence[tuple[Event, Event]]) -> float:
+    """Return the steps per second between rows of metrics; nan if there are none."""
+    seconds = sum(late.at_s - early.at_s for early, late in intervals)
+    return sum(late.value[0] - early.value[0] for early, late in intervals) / seconds if seconds else math.nan
 
 
-# -- What is shown ----------------------------------------------------------------------------------------------------
-
-
-def tabulate(found: dict[str, tuple[Figures, Figures]]) -> Any:
-    """One row a method: its figures without and with injected faults."""
+def tabulate(results: dict[str, tuple[Figures, Figures]]) -> script.Table:
+    """Return a row for each method: its figures without and with injected faults."""
     table = script.table(
         "",
         "steps/s without faults",
@@ -299,72 +152,66 @@ def tabulate(found: dict[str, tuple[Figures, Figures]]) -> Any:
         "resumes after, s",
         "whole after, s",
     )
-    for name, (calm, storm) in found.items():
+    for name, (calm, faulty) in results.items():
+        shares = (
+            faulty.steps_per_s / calm.steps_per_s,
+            faulty.each_per_s / calm.each_per_s,
+            faulty.each_per_s / faulty.quiet_per_s,
+            faulty.participation,
+        )
         table.add_row(
             name,
             f"{calm.steps_per_s:.2f}",
-            f"{storm.steps_per_s:.2f}",
-            f"{100 * storm.steps_per_s / calm.steps_per_s:.1f} %",
-            f"{100 * storm.each_per_s / calm.each_per_s:.1f} %",
-            f"{100 * storm.each_per_s / storm.quiet_per_s:.1f} %",
-            f"{100 * storm.participation:.1f} %",
-            str(len(storm.resumed_s)),
-            _median(storm.resumed_s),
-            _median(storm.whole_s),
+            f"{faulty.steps_per_s:.2f}",
+            *(f"{100 * share:.1f} %" for share in shares),
+            str(len(faulty.resumed_s)),
+            *(
+                f"{statistics.median(times):.1f} (most {max(times):.1f})" if times else ""
+                for times in (faulty.resumed_s, faulty.whole_s)
+            ),
         )
     return table
 
 
-def _median(times_s: list[float]) -> str:
-    return f"{statistics.median(times_s):.1f} (most {max(times_s):.1f})" if times_s else ""
-
-
-def draw(path: str, storms: dict[str, list[Event]]) -> None:
-    """Loss against time, and the workers that take part."""
-    with script.panels(path, 2, (11.0, 4.2)) as (figure, (by_time, workers)):
-        for color, (name, events) in zip(script.COLORS, storms.items()):
+def draw(path: str, recorded: dict[str, list[Event]]) -> None:
+    """Draw loss against time, and the number of workers that take part."""
+    caption = f"{HOSTS} hosts, links of {FLAGS.rate}; a random process is killed {FLAGS.per_hour:g} times an hour"
+    with script.panels(path, 2, (11.0, 4.2), caption) as (by_time, workers):
+        for color, (name, events) in zip(script.COLORS, recorded.items()):
             rows = [event for event in events if event.kind == "row"]
             by_time.plot([row.at_s / 60 for row in rows], [row.value[1] for row in rows], color=color, label=name, linewidth=1.4)
             found = list(phases(events))
-            at_min = [phase.begun_s / 60 for phase in found]
+            at_min = [phase.start_s / 60 for phase in found]
             workers.plot(at_min, [len(phase.members) for phase in found], color=color, drawstyle="steps-post", linewidth=1.0)
         by_time.set(xlabel="minutes", ylabel="training loss, nats/byte")
         workers.set(xlabel="minutes", ylabel="workers that take part", ylim=(0, HOSTS + 0.2))
         by_time.legend(frameon=False, fontsize=8)
-        script.dress(figure, f"{HOSTS} hosts, links of {FLAGS.rate}; a random process is killed {FLAGS.per_hour:g} times an hour")
 
 
 def main() -> None:
-    out = script.folder()
-    rows = script.choose(ROWS, FLAGS.row)
-    runs = (0.0, FLAGS.calm_minutes), (FLAGS.per_hour, FLAGS.minutes)
+    out, rows = script.folder(), script.choose(ROWS, FLAGS.row)
+    runs = (FLAGS.calm_minutes, 0.0), (FLAGS.minutes, FLAGS.per_hour)
     script.check_tables("goodput")
-    folders = {row: [out / f"{trials.name_of(row.name)}_{per_hour:g}" for per_hour, _ in runs] for row in rows}
-    if not all((folder / "events.jsonl").exists() for pair in folders.values() for folder in pair):
+    paths = [out / f"{trials.name_of(row.name)}_{per_hour:g}/events.jsonl" for row in rows for _, per_hour in runs]
+    if not all(path.exists() for path in paths):
         with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
-            pass  # Refuses at once what would end the command later.
+            pass  # Fails early if the machine cannot emulate the cluster.
     script.claim(out, rate=FLAGS.rate, minutes=FLAGS.minutes, calm_minutes=FLAGS.calm_minutes, per_hour=FLAGS.per_hour)
-    storms, found = {}, {}
-    for row, pair in folders.items():
-        for folder, (per_hour, minutes) in zip(pair, runs, strict=True):
-            if not (folder / "events.jsonl").exists():
-                train(row, folder, minutes, per_hour)
-        calm, storm = (read(folder / "events.jsonl") for folder in pair)
-        storms[row.name], found[row.name] = storm, (figures(calm), figures(storm))
-        script.show(f"{row.name}: {found[row.name][1].steps_per_s:.2f} steps/s with faults")
-    table = tabulate(found)
+    recorded, results = {}, {}
+    for row in rows:
+        calm, faulty = (events(row, *run) for run in runs)
+        recorded[row.name], results[row.name] = faulty, (figures(calm), figures(faulty))
+        script.show(f"{row.name}: {results[row.name][1].steps_per_s:.2f} steps/s with faults")
+    table = tabulate(results)
     script.show(table)
-    numbers = {name: [each._asdict() for each in pair] for name, pair in found.items()}
-    script.publish("goodput", table, lambda path: draw(path, storms), **numbers)
+    numbers = {name: [each._asdict() for each in pair] for name, pair in results.items()}
+    script.publish("goodput", table, lambda path: draw(path, recorded), **numbers)
 
 
 if __name__ == "__main__":
-    flags.DEFINE(command.FOLDER, "out", None, "Run directories, events, table and figure go here.", required=True)
-    flags.DEFINE_string("rate", "100mbit", "Of every link.")
-    flags.DEFINE_float("minutes", 30.0, "Of each run with faults.", lower_bound=0.5)
-    flags.DEFINE_float("calm_minutes", 4.0, "Of each run without faults.", lower_bound=0.5)
+    script.define("out", "row", "pages", rows=ROWS)
+    flags.DEFINE_string("rate", "100mbit", "Rate of every link.")
+    flags.DEFINE_float("minutes", 30.0, "Duration of each run with faults.", lower_bound=0.5)
+    flags.DEFINE_float("calm_minutes", 4.0, "Duration of each run without faults.", lower_bound=0.5)
     flags.DEFINE_float("per_hour", 125.0, "Processes that are killed.", lower_bound=1.0)
-    flags.DEFINE_multi_string("row", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
-    script.selects("row")
-    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
-    script.run(main, (command.UserError, Failed, OSError))
+    script.run(main, ERRORS)

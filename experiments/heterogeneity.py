@@ -9,17 +9,16 @@
 Parts: dirichlet_10, dirichlet_1 and dirichlet_0.1, handwritten digits whose classes are divided among 16 workers on a ring by a
 Dirichlet distribution, the more unevenly the smaller its α; and multi30k_ring, multi30k_exponential and multi30k_complete, a language
 model of Multi30k's English sentences on 8 workers. Every method has the rate that was best of its grid on each part of the digits, or on
-the ring, in a run with a seed of its own, and then three seeds. Two runs are made at a time; their results are appended to a
-results log, and is not made again.
+the ring, in a run with a separate seed, and then three seeds. Runs in the results log are not repeated.
 """
 
 from collections.abc import Mapping, Sequence
 import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
 
-from experiments import quality, script, seeds, studies, trials
+from experiments import quality, script, seeds, studies, sweep
 from experiments.quality import Result
 from experiments.results_log import ResultsLog
 from launch import command
@@ -30,7 +29,7 @@ KINDS = ((studies.DIRICHLET, "heterogeneity"), (studies.MULTI30K, "multi30k_lm")
 
 
 class Claim(NamedTuple):
-    """What a paper says: one method is better than another where data differ."""
+    """A paper's claim that one method is better than another where data differ."""
 
     better: str
     worse: str
@@ -49,13 +48,13 @@ CLAIMS = (
 
 
 def title(part: str) -> str:
-    """A part as a heading: dirichlet_0.1 is "Dirichlet, α = 0.1", multi30k_ring "Multi30k, ring"."""
+    """Return the heading of a part, such as "Dirichlet, α = 0.1" or "Multi30k, ring"."""
     data, _, how = part.partition("_")
     return f"{data.capitalize()}, {'α = ' if part in studies.DIRICHLET else ''}{how}"
 
 
-def joint(found: Mapping[str, Mapping[str, Result]]) -> Any:
-    """A row for each method, a column for each part: mean ± 2σ over the seeds, and the rate."""
+def joint(found: Mapping[str, Mapping[str, Result]]) -> script.Table:
+    """Return a row for each method, a column for each part: mean ± 2σ over the seeds, and the rate."""
     table = script.table("", *(f"{title(part)}: {studies.STUDIES[part].unit} (rate)" for part in found))
     for method in dict.fromkeys(method for of in found.values() for method in of):
         cells = [f"{quality.cell(of[method], 4)} ({of[method].rate:.3g})" if method in of else "" for of in found.values()]
@@ -64,7 +63,7 @@ def joint(found: Mapping[str, Mapping[str, Result]]) -> Any:
 
 
 def judged(claim: Claim, of: Mapping[str, Result]) -> str:
-    """By how much the better one is ahead, in accuracy, and whether intervals of ± 2σ of the means are apart."""
+    """Return how far the better one is ahead, in accuracy, and whether intervals of ± 2σ of the means are apart."""
     better, worse = of[claim.better], of[claim.worse]
     if lost := [name for name in (claim.better, claim.worse) if None in of[name].values]:
         return f"{lost[0]} diverged"
@@ -73,8 +72,8 @@ def judged(claim: Claim, of: Mapping[str, Result]) -> str:
     return f"{ahead:+.4f}, {'yes' if apart and ahead > 0 else 'NO' if apart else 'undecided'}"
 
 
-def order(found: Mapping[str, Mapping[str, Result]], claims: Sequence[Claim] = CLAIMS) -> Any:
-    """The papers' claims beside what was found; a claim that two intervals leave open is undecided."""
+def order(found: Mapping[str, Mapping[str, Result]], claims: Sequence[Claim] = CLAIMS) -> script.Table:
+    """Return the papers' claims and the results; a claim is undecided if the intervals overlap."""
     parts = {part: of for part, of in found.items() if part in studies.DIRICHLET}
     table = script.table("claim", "source", *map(title, parts), left=2)
     for claim in claims:
@@ -84,29 +83,24 @@ def order(found: Mapping[str, Mapping[str, Result]], claims: Sequence[Claim] = C
 
 
 def draw(path: str, found: Mapping[str, Mapping[str, Result]]) -> None:
-    """A panel for each part: a dot for each seed and a bar for the mean, method by method."""
+    """Draw a panel for each part."""
     rows = list(dict.fromkeys(method for of in found.values() for method in of))[::-1]
-    with script.panels(path, len(found), (2.0 + 2.6 * len(found), 0.35 * len(rows) + 1.2)) as (figure, axes):
+    size = 2.0 + 2.6 * len(found), 0.35 * len(rows) + 1.2
+    with script.panels(path, len(found), size, "Dots are seeds, bars their means") as axes:
         for axis, (part, of) in zip(axes, found.items(), strict=True):
-            for number, method in enumerate(rows):
-                if method in of and of[method].ended:
-                    color = script.COLORS[0 if method.startswith("all-reduce") else 1]
-                    axis.plot(of[method].ended, [number] * len(of[method].ended), "o", color=color, alpha=0.7)
-                    axis.plot([of[method].spread.mean] * 2, [number - 0.25, number + 0.25], color=color, linewidth=2)
+            quality.draw_rows(axis, of, rows)
             axis.set_yticks(range(len(rows)), rows if axis is axes[0] else [""] * len(rows))
             axis.set(xlabel=studies.STUDIES[part].unit, title=title(part))
-        script.dress(figure, "Dots are seeds, bars their means")
 
 
 def is_whole(parts: Sequence[str]) -> bool:
-    """Whether these parts, or those of the digits if there are none, fill all columns of each table that they are in."""
+    """Whether parts, by default those of the digits, fill all columns of their tables."""
     return not parts or all(len(set(parts) & set(kind)) in (0, len(kind)) for kind, _ in KINDS)
 
 
 def main() -> None:
     out, parts = script.folder(), FLAGS.only or list(studies.DIRICHLET)
-    if unknown := [part for part in parts if part not in PARTS]:
-        command.fail(f"--only={unknown[0]} is unknown; use some of {', '.join(PARTS)}")
+    script.check_names("only", parts, PARTS)
     if not FLAGS.text and (needy := [part for part in parts if part in studies.MULTI30K]):
         command.fail(f"{needy[0]} needs --text; give the path of a file with Multi30k's English sentences")
     if FLAGS.text and not set(parts) & set(studies.MULTI30K):
@@ -129,11 +123,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE(command.FOLDER, "out", None, "Run directories, tables as JSON, and figures go here.", required=True)
+    script.define("out", "results", "pages", "smoke")
     flags.DEFINE_list("only", [], "Parts to make; none: those of the digits.")
     script.selects("only", is_whole)
     flags.DEFINE_string("text", None, "A text file of Multi30k's English sentences.")
-    flags.DEFINE(command.FILE, "results", None, "File of JSON lines with the results of runs; none: OUT/results.jsonl.")
-    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
-    flags.DEFINE_bool("smoke", False, "The whole way with tiny models, in minutes.")
-    script.run(main, (trials.Broken, OSError))
+    script.run(main, sweep.ERRORS)

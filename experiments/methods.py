@@ -18,7 +18,7 @@ SHORTHANDS = {
 
 
 def modelled(hosts: int = HOSTS) -> dict[str, costmodel.Method]:
-    """The same methods as the cost model describes them, for so many hosts."""
+    """Return the cost model's descriptions of these methods for so many hosts."""
     one_peer = topology.make("one_peer_exponential", hosts)
     return {
         ALONE: costmodel.no_communication(),

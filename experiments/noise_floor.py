@@ -2,10 +2,11 @@
 
 Quadratics with a known optimum (configs/quadratics.py), gossip over the one-peer exponential graph with a constant small rate, an
 exchange in every step and in every fourth (p = 4, as in adaptive serverless learning). The floor is the squared distance of the
-averaged model from the optimum, a mean over the second half of a run, one for each seed.
+averaged model from the optimum, a mean over the second half of a run, for each seed.
 """
 
 from collections.abc import Mapping
+import itertools
 import math
 import pathlib
 import statistics
@@ -24,7 +25,7 @@ SEEDS = 3
 
 
 def trial(out: pathlib.Path, optimizer: str, every: int, workers: int, seed: int, steps: int) -> Trial:
-    """One run."""
+    """Return a run."""
     name, rate = OPTIMIZERS[optimizer]
     shorthand = f"workers={workers},topology=one_peer_exponential,every={every},steps={steps},optimizer={name}"
     fields = {
@@ -42,13 +43,13 @@ def trial(out: pathlib.Path, optimizer: str, every: int, workers: int, seed: int
 
 
 def floor(made: Trial) -> dict[str, float]:
-    """The squared distance of the averaged model from the optimum, a mean over the second half of a run."""
+    """Return the noise floor of a run."""
     rows = made.rows("eval")
     return {"floor": statistics.fmean(row["distance"] for row in rows[len(rows) // 2 :])}
 
 
 def exponent(floors: Mapping[int, float]) -> float:
-    """The slope of ln floor against ln N, by least squares; nan if a run diverged."""
+    """Return the slope of ln floor against ln N, by least squares; nan if a run diverged."""
     if any(map(math.isnan, floors.values())):
         return math.nan
     return float(np.polyfit(np.log(list(floors)), np.log(list(floors.values())), 1)[0])
@@ -58,22 +59,15 @@ Floors = dict[int, list[float]]  # number of workers -> the floor with each seed
 
 
 def exponents(floors: Floors) -> seeds.Spread:
-    """Of the slopes of each seed."""
-    count = len(next(iter(floors.values())))
-    return seeds.spread([exponent({workers: values[seed] for workers, values in floors.items()}) for seed in range(count)])
+    """Return the spread of the seeds' exponents."""
+    return seeds.spread([exponent(dict(zip(floors, of_seed))) for of_seed in zip(*floors.values(), strict=True)])
 
 
 def run(out: pathlib.Path, log: ResultsLog, smoke: bool) -> dict[str, Floors]:
-    """The floors of every row; nan where a run diverged."""
+    """Return the floors of every row; nan for a run that diverged."""
     steps, num_seeds, counts = (20, 1, WORKERS[:2]) if smoke else (4000, SEEDS, WORKERS)
     optimizers = list(OPTIMIZERS)[: 1 if smoke else None]
-    keys = [
-        (optimizer, what, workers, seed)
-        for optimizer in optimizers
-        for what in EVERY
-        for workers in counts
-        for seed in range(num_seeds)
-    ]
+    keys = list(itertools.product(optimizers, EVERY, counts, range(num_seeds)))
     measured = log.pool.map(lambda key: log.result(trial(out, key[0], EVERY[key[1]], key[2], key[3], steps), floor), keys)
     found: dict[str, Floors] = {}
     for (optimizer, what, workers, _), numbers in zip(keys, measured, strict=True):
@@ -82,20 +76,20 @@ def run(out: pathlib.Path, log: ResultsLog, smoke: bool) -> dict[str, Floors]:
     return found
 
 
-def tabulate(found: Mapping[str, Floors]):
-    """Floors, as mean ± 2σ over the seeds, and their exponents."""
+def tabulate(found: Mapping[str, Floors]) -> script.Table:
+    """Return floors, as mean ± 2σ over the seeds, and their exponents."""
     counts = next(iter(found.values()))
     table = script.table("", *(f"N = {workers}" for workers in counts), "exponent")
     for name, floors in found.items():
         spreads = map(seeds.spread, floors.values())
-        cells = [f"{each.mean:.2e}" + (f" ± {2 * each.sigma:.0e}" if each.count > 1 else "") for each in spreads]
+        cells = [f"{each.mean:.2e}" + (f" ± {2 * each.sigma:.0e}" if each.size > 1 else "") for each in spreads]
         table.add_row(name, *cells, exponents(floors).text(3))
     return table
 
 
 def draw(path: str, found: Mapping[str, Floors]) -> None:
-    """Floor against workers, on logarithmic axes: rows beside each other with ± 2σ of one seed, and a line of slope −1 amid them."""
-    with script.panels(path, 1, (6.5, 4.0)) as (figure, (axis,)):
+    """Draw floor against workers, on logarithmic axes, with ± 2σ of one seed, and a line of slope −1."""
+    with script.panels(path, 1, (6.5, 4.0), "Noise floor of gossip on the one-peer exponential graph") as (axis,):
         counts = list(next(iter(found.values())))
         spreads = {name: [seeds.spread(values) for values in floors.values()] for name, floors in found.items()}
         middle = statistics.geometric_mean(each.mean * N for own in spreads.values() for N, each in zip(counts, own))
@@ -103,11 +97,10 @@ def draw(path: str, found: Mapping[str, Floors]) -> None:
         for k, (color, (name, own)) in enumerate(zip(script.COLORS, spreads.items())):
             beside = [N * 1.05 ** (k - (len(found) - 1) / 2) for N in counts]
             label = f"{name}: {exponents(found[name]).text(2)}"
-            errors = [2 * each.sigma if each.count > 1 else 0.0 for each in own]
+            errors = [2 * each.sigma if each.size > 1 else 0.0 for each in own]
             axis.errorbar(beside, [each.mean for each in own], errors, fmt="o", color=color, markersize=4, linewidth=1, label=label)
         axis.set(xlabel="workers N", ylabel="squared distance of the mean from the optimum")
         axis.set_xticks(counts, [str(workers) for workers in counts])
         axis.set_yticks(ticks := [3e-3, 1e-2, 3e-2], [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
         axis.legend(frameon=False, fontsize=8, title="fitted exponent", title_fontsize=8)
-        script.dress(figure, "Noise floor of gossip on the one-peer exponential graph")

@@ -3,20 +3,20 @@
     python -m experiments.optimus --workdir=runs/optimus --markdown --out=docs/images/optimus.png
 
 One run of configs/gpt_optimus.py:size=tiny for each row: 2 workers of 4 stages, 1F1B with 16 microbatches of a sequence, on real
-text; equal steps, equal data, the learning rate of the uncompressed baseline: nothing was tuned for compression. Runs that have
-finished are not repeated.
+text; equal steps, equal data, the learning rate of the uncompressed baseline: nothing was tuned for compression. Finished runs are not
+repeated.
 
-    A   CB: gradients between stages in the cool-down at rank 16 of 64, what they lose goes with the next (lazy error propagation),
-        the last error of a step with the first gradient of the next step ("flush"); the same with other memories, and in blocks of
+    A   CB: gradients between stages in the cool-down at rank 16 of 64; their error is added to the next (lazy error propagation),
+        the last error of a step to the first gradient of the next step ("flush"); the same with other memories, and in blocks of
         4 bits;
         FE: one average of the tied embedding; SC: PowerSGD of the first 3 of 4 stages. Speed-ups are those of GPT-2.5B that
-        experiments.optimus_runtime predicts for the published system, whose messages travel beside the passes.
-    B   every gradient between stages at rank 1, 32 times fewer bytes; what is remembered of the error.
-    C   the same top-k on gradients only and on activations only, no error remembered; then a learned linear autoencoder of width R,
-        which sends R/D of the values both ways, beside top-k at equal bytes, with indices of its own or those of the activations.
+        experiments.optimus_runtime predicts for the published system, whose messages overlap with the passes.
+    B   every gradient between stages at rank 1, 32 times fewer bytes, with several memories of the error.
+    C   the same top-k on gradients only and on activations only, without error memory; then a learned linear autoencoder of width R,
+        which sends R/D of the values both ways, and top-k with as many bytes, with indices of its own or those of the activations.
 
 Loss is that of the averaged model on all of the validation text; "coded": with activations coded as in training. Bytes are those
-of the compiled program, means over workers. The figure: the loss, and the cosine that lazy error propagation rests on
+of the compiled program, means over workers. The figure: the loss, and the cosine that lazy error propagation relies on
 (bench.error_cosine).
 """
 
@@ -27,9 +27,8 @@ import sys
 
 from absl import flags
 import numpy as np
-import rich.table
 
-from experiments import optimus_runtime, script, trials
+from experiments import optimus_runtime, script, sweep, trials
 from experiments import rows as rows_lib
 from experiments.rows import Row
 from experiments.trials import Trial
@@ -43,7 +42,7 @@ UNREMEMBERED = ("boundary.when=always", "boundary.error=none")
 
 
 def row(name: str, shorthand: str, *fields: str) -> Row:
-    """A row that is compared with the baseline."""
+    """Return a row that is compared with the baseline."""
     return Row(name, shorthand, fields, "baseline")
 
 
@@ -82,15 +81,12 @@ FINDINGS = (
 ROWS = (*TECHNIQUES, *MEMORIES, *FINDINGS)
 
 
-# -- Tables -----------------------------------------------------------------------------------------------------------
-
-
-def techniques(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
-    """Table A: the techniques of Optimus-CC."""
+def techniques(summaries: rows_lib.Summaries, markdown: bool) -> script.Table:
+    """Return table A: the techniques of Optimus-CC."""
     predicted = {name.split(" ")[0]: (name, p.time_s) for name, p in optimus_runtime.predict("2.5b").items()}
     columns = ("", "kB between stages", "kB between workers", "loss", "to the baseline", "predicted speed-up, 2.5B")
     made = rows_lib.table(columns, markdown, "A. Techniques")
-    for row in _told(TECHNIQUES, summaries):
+    for row in _chosen(TECHNIQUES, summaries):
         speedup = ""
         if row.name in predicted and row != BASELINE:
             name, time_s = predicted[row.name]
@@ -99,39 +95,37 @@ def techniques(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Tabl
     return made
 
 
-def memories(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
-    """Table B: what is remembered of the compression error."""
+def memories(summaries: rows_lib.Summaries, markdown: bool) -> script.Table:
+    """Return table B: memories of the compression error."""
     title = "B. Every gradient between stages, rank 1: what is remembered of the error"
     made = rows_lib.table(("", "kB between stages", "loss", "to the baseline"), markdown, title)
-    for row in _told((BASELINE, *MEMORIES), summaries):
+    for row in _chosen((BASELINE, *MEMORIES), summaries):
         made.add_row(row.name, _bytes(row, summaries)[0], *_loss(row, summaries))
     return made
 
 
-def findings(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
-    """Table C: findings of related studies, on compressed gradients and activations."""
+def findings(summaries: rows_lib.Summaries, markdown: bool) -> script.Table:
+    """Return table C: findings of related studies, on compressed gradients and activations."""
     columns = ("", "kB between stages", "loss", "to the baseline", "loss, coded", "to the baseline")
     made = rows_lib.table(columns, markdown, "C. Gradients and activations")
-    for row in _told((BASELINE, *FINDINGS), summaries):
+    for row in _chosen((BASELINE, *FINDINGS), summaries):
         coded = _loss(row, summaries, "eval_loss_coded")
         made.add_row(row.name, _bytes(row, summaries)[0], *_loss(row, summaries), *coded)
     return made
 
 
-def _told(rows: tuple[Row, ...], summaries: rows_lib.Summaries) -> list[Row]:
-    """The rows that were asked for."""
+def _chosen(rows: tuple[Row, ...], summaries: rows_lib.Summaries) -> list[Row]:
     return [row for row in rows if row.name in summaries]
 
 
 def _bytes(row: Row, summaries: rows_lib.Summaries) -> list[str]:
-    """kB that a worker sends per step: between stages, between workers."""
+    """Return the kB that a worker sends per step between stages and between workers."""
     summary = summaries[row.name]
-    sent = ("bytes_between_stages_per_step_per_worker", "bytes_per_step_per_worker")
-    return [f"{summary[name] / 1e3:.1f}" if summary else "" for name in sent]
+    return [f"{summary[name] / 1e3:.1f}" if summary else "" for name in (rows_lib.STAGE_BYTES, rows_lib.BYTES)]
 
 
 def _loss(row: Row, summaries: rows_lib.Summaries, name: str = "eval_loss") -> tuple[str, str]:
-    """A loss, and its difference from the baseline's."""
+    """Return a loss and its difference from the baseline's."""
     summary, reference = summaries[row.name], summaries[BASELINE.name]
     if not summary:
         return "diverged", ""
@@ -141,18 +135,15 @@ def _loss(row: Row, summaries: rows_lib.Summaries, name: str = "eval_loss") -> t
     return f"{summary[name]:.4f}", more
 
 
-# -- Figure -----------------------------------------------------------------------------------------------------------
-
-
 def training_loss(run: Trial) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, training loss as a mean over five logged steps)."""
+    """Return (steps, training loss as a mean over five logged steps)."""
     step_K, loss_K = np.array([(row["step"], row["loss"]) for row in run.rows("train")]).T
     window = min(5, len(loss_K))
     return step_K[window - 1 :], np.convolve(loss_K, np.full(window, 1 / window), "valid")
 
 
 def cosines(run: Trial) -> dict:
-    """What `bench.error_cosine` writes of a run's config, which it trains unless that is there."""
+    """Return the output of `bench.error_cosine` for a run's config, which it trains unless that is done."""
     path = run.workdir.with_suffix(".cosines.json")
     if not path.exists():
         line = [sys.executable, "-m", "experiments.bench.error_cosine", f"--out={path}", *run.config_arguments]
@@ -162,8 +153,8 @@ def cosines(run: Trial) -> dict:
 
 
 def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], found: dict, out: str) -> None:
-    """Draws the figure: training losses by name, and the cosines in `found`, as `bench.error_cosine` writes them."""
-    with script.panels(out, 2, (11, 3.8), dpi=130) as (_, (left, right)):
+    """Draw training losses by name, and the cosines in the output of `bench.error_cosine`."""
+    with script.panels(out, 2, (11, 3.8), dpi=130) as (left, right):
         for name, (step_K, loss_K) in curves.items():
             left.plot(step_K, loss_K, label=name, linewidth=1.2)
         left.set(xlabel="step", ylabel="training loss, nats/byte", title="every gradient at rank 1, and CB")
@@ -172,17 +163,12 @@ def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], found: dict, out: str
         for stage, cosines in found["cosines"].items():
             cosine_KxM = np.array(cosines, float)
             right.plot(step_K, cosine_KxM, ".", markersize=2, color=f"C{stage}", alpha=0.3)
-            right.plot(
-                [], [], "o", color=f"C{stage}", label=f"stage {stage} to {int(stage) - 1}: mean {np.nanmean(cosine_KxM):+.3f}"
-            )
+            label = f"stage {stage} to {int(stage) - 1}: mean {np.nanmean(cosine_KxM):+.3f}"
+            right.plot([], [], "o", color=f"C{stage}", label=label)
         right.axhline(0, color="0.5", linewidth=0.8)
-        right.set(
-            xlabel="step", ylabel=r"cos($e$, $X_j - X_{j+1}$)", ylim=(-1, 1), title="what lazy error propagation rests on (CB)"
-        )
+        title = "what lazy error propagation rests on (CB)"
+        right.set(xlabel="step", ylabel=r"cos($e$, $X_j - X_{j+1}$)", ylim=(-1, 1), title=title)
         right.legend(frameon=False)
-
-
-# -- The command ------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
@@ -199,4 +185,4 @@ def main() -> int:
 if __name__ == "__main__":
     rows_lib.define_flags(workdir="runs/optimus", steps=400)
     flags.DEFINE(command.FIGURE, "out", None, "Where to write the figure, such as optimus.png; none: the tables only.")
-    script.run(main, errors=(trials.Broken, OSError))
+    script.run(main, sweep.ERRORS)

@@ -1,14 +1,13 @@
-"""What compression on every axis should bring on Optimus-CC's cluster: predicted, nothing here is measured.
+"""Predicted speed-up of compression on every axis on Optimus-CC's cluster; nothing is measured.
 
     python -m experiments.optimus_runtime
     python -m experiments.optimus_runtime --nic=0.25 --blocking
 
 GPT-2.5B and 8.3B as in arXiv 2301.09830: 8 devices a tensor group, 4 stages, sequences of 1024, microbatches of 8, batch 512, so
 with 16 microbatches 4 workers on 16 nodes of 8 A100. Half-precision messages, 1F1B, activations recomputed from each layer's
-input. Messages between stages travel beside the passes, as in the published system; --blocking has them between the passes, as
-`decjax.pipeline` does. The cluster (configs/clusters/optimus_a100.json) is its datasheets: links at their full rate, unless --nic
-tells which fraction of it messages between nodes reach, and passes at 45 % of the peak. Codecs are taken to cost no time, so gains
-are upper bounds for these links.
+input. Messages between stages overlap with the passes, as in the published system; with --blocking they are sent between the passes, as
+in `decjax.pipeline`. The cluster (configs/clusters/optimus_a100.json) follows the datasheets: links at their full rate, or the fraction
+--nic of it between nodes, and passes at 45 % of the peak. Codecs take no time, so speed-ups are upper bounds for these links.
 
 CB: rank-16 gradients between stages in the cool-down; FE: one average of the tied embedding; SC k: rank-128 gradients between
 workers from the first k stages, k as the model chooses it. Parts of the time as in `costmodel.LayoutPrediction`.
@@ -35,7 +34,7 @@ PARTS = ("compute_s", "bubble_s", "tensor_s", "boundary_s", "workers_s", "embedd
 
 
 def predict(size: str, *, nic: float = 1.0, blocking: bool = False) -> dict[str, costmodel.LayoutPrediction]:
-    """Predictions for "baseline", "CB", "CB+FE" and "CB+FE+SC k" of a model size, with NICs that reach a fraction of their rate."""
+    """Return predictions for "baseline", "CB", "CB+FE" and "CB+FE+SC k" of a model size, with NICs that reach a fraction of their rate."""
     cluster, _ = costmodel.load(CLUSTER)
     inter = dataclasses.replace(cluster.inter, bandwidth_Bps=nic * cluster.inter.bandwidth_Bps)
     cluster, layout = dataclasses.replace(cluster, inter=inter), dataclasses.replace(LAYOUT, blocking=blocking)
@@ -54,7 +53,7 @@ def main() -> None:
         command.fail(f"--nic={FLAGS.nic:g} must be above 0 and at most 1; 0.5 is half of the datasheet's rate")
     title = f"predicted; messages between stages travel {'between the passes' if FLAGS.blocking else 'beside the passes'}"
     parts = (part.removesuffix("_s") for part in PARTS)
-    rows = script.table("model", "sent", "s per iteration", "speed-up", *parts, left=2, title=title, title_justify="left")
+    rows = script.table("model", "sent", "s per iteration", "speed-up", *parts, left=2, title=title)
     for size in MODELS:
         predictions = predict(size, nic=FLAGS.nic, blocking=FLAGS.blocking)
         baseline_s = predictions["baseline"].time_s
@@ -66,5 +65,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_float("nic", 1.0, "Fraction of the datasheet's rate that messages between nodes reach.")
-    flags.DEFINE_bool("blocking", False, "Stages send and receive between their passes, not beside them.")
+    flags.DEFINE_bool("blocking", False, "Stages send and receive between their passes instead of during them.")
     script.run(main, errors=(ValueError, OSError))

@@ -1,31 +1,76 @@
-"""What `experiments.related` measures of each system: one figure each, from decjax's parts themselves or from short runs."""
+"""The systems of related papers: the command that runs each, and a figure whose value or bound is known beforehand.
 
+`experiments.related` prints the figures. They are computed from decjax's parts or from short runs.
+"""
+
+from collections.abc import Callable, Mapping
 import functools
 import json
 import pathlib
+import statistics
 import tempfile
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decjax import gossip, mesh, optim, reduce, registry, topology
+from configs import clicks
+from decjax import config, gossip, mesh, models, optim, reduce, registry, topology
+from decjax import train as training
 from decjax.channel import Channel
 from decjax.codecs import entropy
 from decjax.contrib import compress, placement
-from decjax.contrib.gravac import gravac
+from decjax.contrib.clicks import dlrm
+from decjax.contrib.compress import features
+from decjax.contrib.gravac import GravacState, gravac
 from decjax.contrib.subnetworks import ist
+from decjax.pipeline import autoencoder
+from decjax.principal import principal
+from decjax.tasks.task import Task
 from experiments import dssfn, trials
 
 WORLD = pathlib.Path(__file__).resolve().parent.parent / "configs/links/worldwide.json"
 WORKERS = 8
 MATRIX = (6, 5)  # the shape of what workers mix
+PLACED = "depth=24,width=2048,heads=16,vocabulary=50257,context=2048"  # the model that DT-FM places
+CODED = "lm.py:smoke,steps=200,method=allreduce,workers=2,stages=2,tensor=2,reducer=codec,codec=zfp(rate=7)"
+BOUNDED = "bound=0.02,gradient_bound=0.01,start=4"  # Bounds of embedding tables fall to these within half of the steps.
 
 
-def mixed(make, x_NxIxJ: np.ndarray, steps: int) -> np.ndarray:
-    """The path of matrices that are only mixed, [steps, N, I, J], in float64; `make(channel)` is the mixer."""
+class Row(NamedTuple):
+    """A system of a paper."""
+
+    name: str
+    source: str  # arXiv number
+    command: str  # that runs it
+    oracle: str  # definition of its figure
+    measure: Callable[[bool], float]  # the figure; True: quickly
+    most: float  # its upper bound
+
+
+ROWS: list[Row] = []
+
+
+def system(name: str, source: str, most: float, command: str) -> Callable[[Callable[[bool], float]], Callable[[bool], float]]:
+    """Return the decorator of `measure(smoke)`, a figure that is at most `most`; the first line of its docstring defines it."""
+
+    def enter(measure: Callable[[bool], float]) -> Callable[[bool], float]:
+        oracle = (measure.__doc__ or "").splitlines()[0].removesuffix(".")
+        ROWS.append(Row(name, source, command, oracle[0].lower() + oracle[1:], measure, most))
+        return measure
+
+    return enter
+
+
+def train(config: str) -> str:
+    """Return the command of `launch.train` with a config file, its shorthand and further flags."""
+    return f"launch.train --config=configs/{config} --workdir=WORKDIR"
+
+
+def mixed(make: Callable[[Channel], gossip.Mixer], x_NxIxJ: np.ndarray, steps: int) -> np.ndarray:
+    """Return the path of matrices that are only mixed, [steps, N, I, J], in float64."""
     workers = mesh.simulated_workers(len(x_NxIxJ))
     with jax.enable_x64(True):
         mixer = make(Channel(workers.axis))
@@ -42,49 +87,81 @@ def mixed(make, x_NxIxJ: np.ndarray, steps: int) -> np.ndarray:
 
 
 def start(seed: int = 0) -> np.ndarray:
-    """What workers have before they mix."""
+    """Return the matrices of the workers before they mix."""
     return np.random.default_rng(seed).normal(size=(WORKERS, *MATRIX))
 
 
 def distance(x: np.ndarray, mean: np.ndarray) -> float:
-    """The largest difference from a mean."""
+    """Return the largest difference from a mean."""
     return float(np.abs(x - mean).max())
 
 
-def trained(shorthands: dict[str, str], pool: trials.Pool | None = None, **fields: Any) -> dict[str, trials.Trial]:
-    """Finished runs of a tiny language model by name, from shorthands of configs/lm.py; a pool makes them, or one of their own."""
+def trained(
+    runs: Mapping[str, tuple[str, Mapping[str, object]]], config: str = "configs/lm.py", pool: trials.Pool | None = None
+) -> dict[str, trials.Trial]:
+    """Train tiny runs, named and given as shorthands and fields of a config file; a pool makes them, by default its own."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="decjax-related-"))
-    usual = {"data.sample_bytes": 0, "eval.local": False, "log_every": 1, "checkpoint.every": 10**6} | fields
-    made = {name: trials.Trial(folder / name, f"configs/lm.py:{each}", tuple(usual.items())) for name, each in shorthands.items()}
+    common = {"data.sample_bytes": 0} if config == "configs/lm.py" else {}
+    common |= {"eval.local": False, "log_every": 1, "checkpoint.every": 10**6}
+    made = {
+        name: trials.Trial(folder / name, f"{config}:{shorthand}", tuple({**common, **fields}.items()))
+        for name, (shorthand, fields) in runs.items()
+    }
     if not all((pool or trials.Pool()).make(made.values())):
-        raise ValueError(f"a run in {folder} diverged")
+        raise trials.Broken(f"a run in {folder} diverged")
     return made
 
 
-def losses(made: trials.Trial) -> np.ndarray:
-    """The training loss of every step."""
-    return np.array([row["loss"] for row in made.rows("train")])
+@system("DT-FM", "2206.01288", 0.65, f"launch.place --links=configs/links/worldwide.json --stages=8 --model={PLACED},batch=64")
+def dt_fm(smoke: bool) -> float:
+    """Messages of 64 devices worldwide, ÷ the mean of random layouts."""
+    network = placement.Network(placement.load(WORLD), placement.Job(8, 8, gradient_bytes=3e8, activation_bytes=3e7))
+    random_s = [network.seconds(placement.random_layout(network, np.random.default_rng(seed))) for seed in range(20)]
+    return placement.genetic(network, trials=50 if smoke else 1000).seconds / float(np.mean(random_s))
 
 
-# -- Oracles: `measure(smoke)` gives the figure -----------------------------------------------------------------------
+@system(
+    "DT-FM, 256 devices", "2206.01288", 0.65, f"launch.place --links=LINKS --stages=16 --search_s=50 --model={PLACED},batch=256"
+)
+def dt_fm_256(smoke: bool) -> float:
+    """The same for 256 devices, in less than a minute."""
+    content = json.loads(WORLD.read_text())
+    content["regions"] = {region: 4 * count for region, count in content["regions"].items()}
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "links.json"
+        path.write_text(json.dumps(content))
+        network = placement.Network(placement.load(path), placement.Job(16, 16, gradient_bytes=3e8, activation_bytes=3e7))
+    random_s = [network.seconds(placement.random_layout(network, np.random.default_rng(seed))) for seed in range(5)]
+    return placement.genetic(network, trials=30 if smoke else 10**6, seconds=50).seconds / float(np.mean(random_s))
 
 
+@system("dSSFN", "2009.13982", 1.0, "experiments.dssfn")
+def layer_wise(smoke: bool) -> float:
+    """Accuracy on a ring with 30 rounds beside one worker with all examples, percentage points."""
+    with jax.enable_x64(True):
+        one, _, ring = dssfn.compare(dssfn.Sizes(layers=1 if smoke else 5), rounds=30, seed=0).values()
+    return 100 * max(abs(a - b) for a, b in zip(one.accuracy, ring.accuracy))
+
+
+@system("quantized push-sum", "2002.09964", 1e-12, train("quadratics.py:mixer=push_sum,codec=int4,topology=directed_exponential"))
 def push_sum(smoke: bool) -> float:
-    """Distance from the mean after many rounds of push-sum with four bits, γ = 1, on a directed graph."""
+    """Distance from the mean, four bits, γ = 1."""
     graph, x = topology.make("directed_exponential", WORKERS), start()
     path = mixed(lambda channel: gossip.push_sum(graph, channel, codec="int4", gamma=1.0), x, 100 if smoke else 300)
     return distance(path[-1], x.mean(axis=0))
 
 
+@system("PowerGossip", "2008.01425", 1e-12, train("lm.py:mixer=power_gossip,rank=1,steps=500"))
 def power_gossip(smoke: bool) -> float:
-    """How far the mean of all workers drifts with messages of one column."""
+    """Drift of the mean, rank 1."""
     graph, x = topology.make("ring", WORKERS), start()
     path = mixed(lambda channel: gossip.power_gossip(graph, rank=1, channel=channel), x, 50 if smoke else 300)
     return distance(path.mean(axis=1), x.mean(axis=0))
 
 
+@system("consensus control", "2102.04828", 0.25, train("quadratics.py:mixer=consensus_control,topology=ring"))
 def consensus_control(smoke: bool) -> float:
-    """What is left of the distance to the neighbours' mean after a step that may take as many rounds as it needs, with ρ = ¼."""
+    """Distance that a step leaves, ÷ the one before it; ρ = 0.25."""
     graph, x = topology.make("ring", WORKERS), start()
     path = mixed(lambda channel: gossip.consensus_control(graph, channel, target=0.25, rounds=64), x, 1)
     W = graph.matrix(0)
@@ -95,9 +172,9 @@ def consensus_control(smoke: bool) -> float:
     return apart(path[-1]) / apart(x)
 
 
+@system("MC-DSGT", "2211.00533", 0.5, train("quadratics.py:method=mc_dsgt,mixer=accelerated(rounds=12),topology=ring"))
 def accelerated(smoke: bool) -> float:
-    """Disagreement after twelve accelerated rounds on a ring of 16, ÷ that after twelve plain ones; inf unless accelerated rounds are
-    refused on the sun graphs, which vary in time."""
+    """Disagreement after 12 accelerated rounds ÷ 12 plain ones; refused on sun graphs."""
     graph, x = topology.make("ring", 16), np.random.default_rng(0).normal(size=(16, *MATRIX))
     try:
         gossip.accelerated(topology.make("sun", 16), rounds=12)
@@ -111,34 +188,9 @@ def accelerated(smoke: bool) -> float:
     return float(left[0] / left[1])
 
 
-def dt_fm(smoke: bool) -> float:
-    """Seconds of an iteration's messages where the genetic search puts eight pipelines of eight stages, ÷ the mean of random layouts."""
-    network = placement.Network(placement.load(WORLD), placement.Job(8, 8, gradient_bytes=3e8, activation_bytes=3e7))
-    random_s = [network.seconds(placement.random_layout(network, np.random.default_rng(seed))) for seed in range(20)]
-    return placement.genetic(network, trials=50 if smoke else 1000).seconds / float(np.mean(random_s))
-
-
-def dt_fm_256(smoke: bool) -> float:
-    """The same for 16 pipelines of 16 stages, on four times as many devices in each region; the search has less than a minute."""
-    content = json.loads(WORLD.read_text())
-    content["regions"] = {region: 4 * count for region, count in content["regions"].items()}
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "links.json"
-        path.write_text(json.dumps(content))
-        network = placement.Network(placement.load(path), placement.Job(16, 16, gradient_bytes=3e8, activation_bytes=3e7))
-    random_s = [network.seconds(placement.random_layout(network, np.random.default_rng(seed))) for seed in range(5)]
-    return placement.genetic(network, trials=30 if smoke else 10**6, seconds=50).seconds / float(np.mean(random_s))
-
-
-def layer_wise(smoke: bool) -> float:
-    """The largest difference in accuracy, over layers, between workers on a ring and one worker with all examples, in percent."""
-    with jax.enable_x64(True):
-        one, _, ring = dssfn.compare(dssfn.Sizes(layers=1 if smoke else 5), rounds=30, seed=0).values()
-    return 100 * max(abs(a - b) for a, b in zip(one.accuracy, ring.accuracy))
-
-
+@system("FCGS", "2410.08017", 0.02, "none: bytes behind an entropy coder are estimated, by decjax.codecs.entropy")
 def gaussian_rate(smoke: bool) -> float:
-    """The largest relative difference of the estimated bits from the entropy of quantized Gaussians, over steps from σ/20 to 2σ."""
+    """Estimated bits beside the entropy of matched Gaussians, relative."""
     x = np.random.default_rng(0).normal(0.3, 1.7, 50_000 if smoke else 500_000)
     worst = 0.0
     for step in (0.085, 0.34, 1.7, 3.4):
@@ -148,24 +200,27 @@ def gaussian_rate(smoke: bool) -> float:
     return worst
 
 
-def full_rank(smoke: bool) -> float:
-    """The largest relative error of parameters that are compressed at full rank, which is none but for rounding."""
-    params = {"w": start().reshape(-1, MATRIX[1]).astype(np.float32)}
-    found = compress.make("low_rank(fraction=1)")(params).params["w"]
-    return float(np.abs(found - params["w"]).max() / np.abs(params["w"]).max())
-
-
+@system(
+    "Ravnest",
+    "2401.01728",
+    1e-4,
+    train(
+        "lm.py:workers=2,stages=4,microbatches=2,delay=1,steps=300,method=diloco(every=10,outer_learning_rate=1.0,outer_momentum=0.0)"
+    ),
+)
 def ravnest(smoke: bool) -> float:
-    """The largest relative difference in loss between pipelines whose parameters are averaged in every step, with no gradient late, and
-    synchronous data parallelism, both with SGD."""
+    """Nothing late, an average every step: loss beside synchronous SGD, relative."""
     layout = f"workers=2,simulate,stages=2,microbatches=2,smoke,steps={10 if smoke else 40},optimizer=sgd"
     mean = "method=diloco(every=1,outer_learning_rate=1.0,outer_momentum=0.0)"
-    apart, synchronous = trained({"apart": f"{layout},{mean}", "synchronous": f"{layout},method=allreduce"}, clip_norm=0.0).values()
-    return float(np.abs(losses(apart) / losses(synchronous) - 1).max())
+    unclipped = {"clip_norm": 0.0}
+    made = trained({"apart": (f"{layout},{mean}", unclipped), "synchronous": (f"{layout},method=allreduce", unclipped)})
+    apart, synchronous = (np.array([row["loss"] for row in run.rows("train")]) for run in made.values())
+    return float(np.abs(apart / synchronous - 1).max())
 
 
+@system("independent subnetwork training", "1910.02120", 0.1, train("digits.py:method=ist,every=25,model=mlp"))
 def subnetworks(smoke: bool) -> float:
-    """How far independent subnetworks settle from their known fixed point on a quadratic, ÷ how far that is from the optimum."""
+    """Distance from its known fixed point on a quadratic, ÷ that point's from the optimum."""
     P, rounds, rate = 16, 4_000 if smoke else 40_000, 0.002
     root = np.random.default_rng(0).normal(size=(P, P)) / np.sqrt(P)
     L, b = root @ root.T + np.eye(P), np.random.default_rng(1).normal(size=P)
@@ -182,7 +237,7 @@ def subnetworks(smoke: bool) -> float:
                 assert method.view is not None
                 grads = {"x": L @ method.view(params, state)["x"] - b}
                 updates, state = method.tx.update(grads, state, params, phase=0)
-                params: Any = optax.apply_updates(params, updates)
+                params = jax.tree.map(jnp.add, params, updates)
                 return (params, state), params["x"]
 
             path = jax.lax.scan(step, ({"x": x}, method.tx.init({"x": x})), None, rounds)[1]
@@ -190,6 +245,16 @@ def subnetworks(smoke: bool) -> float:
 
         settled = np.asarray(workers.jit(whole, (0,))(np.tile(fixed, (WORKERS, 1))))[0]
     return float(np.linalg.norm(settled - fixed) / np.linalg.norm(np.linalg.solve(L, b) - fixed))
+
+
+@system("RandomTMA and SuperTMA", "2305.09887", 0.2, train("nodes.py:partition=super"))
+def node_partitions(smoke: bool) -> float:
+    """Discrepancy of gradients, nodes at random ÷ few edges cut; that of random clusters lies below few edges cut."""
+    seeds = range(1 if smoke else 3)
+    random, clusters, cut = (
+        np.mean([discrepancy(partition, seed) for seed in seeds]) for partition in ("random", "super", "min_cut")
+    )
+    return float(random / cut) if clusters < cut else float("inf")
 
 
 def discrepancy(partition: str, seed: int) -> float:
@@ -202,29 +267,20 @@ def discrepancy(partition: str, seed: int) -> float:
     return float(np.mean([np.sum((flat(data.batch(worker, 0)) - whole) ** 2) for worker in range(4)]) / np.sum(whole**2))
 
 
-def _nodes(graph: str, partition: str) -> Any:
+def _nodes(graph: str, partition: str) -> Task:
     return registry.make("task", "nodes", model=registry.make("model", "gcn"), graph=graph, partition=partition)
 
 
 @functools.cache
-def _gradient_of_nodes() -> Any:
-    """Of any graph with as many features and classes, so that equal shapes are compiled once."""
+def _gradient_of_nodes() -> Callable:
+    """The gradient of any graph with as many features and classes, so that equal shapes are compiled once."""
     task = _nodes("blocks", "random")
     return jax.jit(jax.grad(lambda params, batch: task.loss(params, (), batch, None)[0]))
 
 
-def node_partitions(smoke: bool) -> float:
-    """The discrepancy of gradients where nodes are dealt out at random, ÷ that where few edges are cut, each a mean over seeds; inf unless
-    that of random clusters is less than the latter."""
-    seeds = range(1 if smoke else 3)
-    random, clusters, cut = (
-        np.mean([discrepancy(partition, seed) for seed in seeds]) for partition in ("random", "super", "min_cut")
-    )
-    return float(random / cut) if clusters < cut else float("inf")
-
-
+@system("adaptive serverless learning", "2008.10422", 0.1, train("digits.py:order=atc,every=4"))
 def adaptive_serverless(smoke: bool) -> float:
-    """How far the exponent of the noise floor of Adam with gossip in every fourth step is from −1, from N = 4 to 64."""
+    """Noise floor ~ N^a of Adam with gossip every 4 steps: distance of a from −1."""
     floors = {N: _floor(N, seeds=2 if smoke else 8) for N in (4, 64)}
     return abs(np.log(floors[64] / floors[4]) / np.log(64 / 4) + 1)
 
@@ -240,7 +296,7 @@ def _floor(num_workers: int, seeds: int, steps: int = 3000, size: int = 16) -> f
         def step(carry, key):
             params, state = carry
             updates, state = tx.update(params + jax.random.normal(key, params.shape), state, params)
-            params: Any = optax.apply_updates(params, updates)
+            params = jax.tree.map(jnp.add, params, updates)
             return (params, state), workers.axis.mean(params)
 
         path = jax.lax.scan(step, (x, tx.init(x)), jax.random.split(key, steps))[1]
@@ -251,22 +307,92 @@ def _floor(num_workers: int, seeds: int, steps: int = 3000, size: int = 16) -> f
     return float(np.mean(found))
 
 
+@system("hybrid MPI compression", "2409.02423", 0.01, train(f"{CODED} --config.schedule.learning_rate=6e-3"))
+def hybrid(smoke: bool) -> float:
+    """Loss with coded gradients, all else exact, beside none coded, relative; three seeds."""
+    return float(np.abs(_excess(smoke)["hybrid"].mean()))
+
+
+@functools.cache
+def _excess(smoke: bool) -> dict[str, np.ndarray]:
+    """For each way of coding, how much higher the loss on held-out text is than with none, relative; one value for each seed."""
+    # Seven bits are the fewest with which the reducer's memory of errors stays bounded. In few steps, where a small change makes a large
+    # difference, only codecs that are far apart can be told apart.
+    seeds, steps, between, within = (range(1), 40, 12, 4) if smoke else (range(3), 200, 7, 7)
+    few = f"zfp(rate={within})"
+    hybrid = f",reducer=codec,codec=zfp(rate={between})"
+    ways = {"none": "", "hybrid": hybrid, "uniform": f"{hybrid},backward={few},forward={few},tensor_codec={few}"}
+
+    fields = {"eval.every": 10**6, "schedule.learning_rate": 6e-3}
+    of_kind = {kind: {"boundary.when": "always", "boundary.error": "none"} if kind == "uniform" else {} for kind in ways}
+    axes = f"smoke,method=allreduce,workers=2,stages=2,tensor=2,steps={steps}"
+    runs = {f"{kind}{seed}": (axes + ways[kind], {"seed": seed, **fields, **of_kind[kind]}) for seed in seeds for kind in ways}
+    found = {name: run.summary()["eval_loss"] for name, run in trained(runs).items()}
+    return {kind: np.array([found[f"{kind}{seed}"] / found[f"none{seed}"] - 1 for seed in seeds]) for kind in ways}
+
+
+@system(
+    "hybrid MPI compression, naive",
+    "2409.02423",
+    0.2,
+    train(
+        f"{CODED},backward=zfp(rate=7),forward=zfp(rate=7),tensor_codec=zfp(rate=7) --config.boundary.when=always "
+        "--config.boundary.error=none --config.schedule.learning_rate=6e-3"
+    ),
+)
+def uniform(smoke: bool) -> float:
+    """The loss increase of the row above ÷ that with the codec on all three axes."""
+    naive = float(_excess(smoke)["uniform"].mean())
+    return hybrid(smoke) / naive if naive > 0 else float("inf")
+
+
+@system("learned autoencoder", "2301.02654", 1e-4, train("lm.py:stages=2,workers=4,microbatches=2,autoencoder=16,steps=300"))
+def boundary_autoencoder(smoke: bool) -> float:
+    """Loss of each token with full width beside none, relative."""
+    width = 16 if smoke else 64
+    model = models.decoder_lm(width=width, hidden=2 * width, depth=4, context=32)
+    layers, tokens = (1, 1, 1, 1), jax.random.randint(jax.random.key(1), (4, 33), 0, 256)
+    wide = autoencoder.insert(model, layers, width)
+    params = jax.jit(wide.init)(jax.random.key(0))
+    params["head"]["kernel"] = (
+        jax.random.normal(jax.random.key(2), params["head"]["kernel"].shape) / width**0.5
+    )  # It starts at zero.
+    whole = np.asarray(model.nll(params, tokens, None))
+    starts = params, jax.jit(lambda params: autoencoder.fit(model.parts, params, layers, tokens[None]))(params)
+    nll = jax.jit(lambda params: wide.nll(params, tokens, None))
+    return max(float(np.abs(np.asarray(nll(start)) / whole - 1).max()) for start in starts)
+
+
+@system(
+    "activations and gradients",
+    "2401.07788",
+    1.0,
+    train(
+        "lm.py:workers=2,stages=4,microbatches=2,method=allreduce,forward=topk(fraction=0.2),backward=identity,steps=300 "
+        "--config.boundary.reuse_indices=True --config.boundary.error=none"
+    ),
+)
 def shared_places(smoke: bool) -> float:
-    """The loss after training with a fifth of the activations' values and the gradients at their places, ÷ that with a sixth of each
-    at places of its own, which is as many bytes; both evaluated as they were trained."""
+    """Loss with gradients at the activations' places ÷ at their own, equal bytes.
+
+    A fifth of the activations with the gradients at their places, against a sixth of each with indices of its own.
+    """
     stages, steps = (2, 40) if smoke else (4, 400)
     layout = f"workers=2,simulate,stages={stages},microbatches={stages},method=allreduce,steps={steps}"
     always = {"boundary.when": "always", "boundary.error": "none", "model.context": 64}
     sixth, fifth = "topk(fraction=0.1667)", "topk(fraction=0.2)"
-    run = functools.partial(trained, **always)
-    own = run({"own": f"{layout},forward={sixth},backward={sixth}"})["own"]
-    shared = run({"shared": f"{layout},forward={fifth},backward=identity"}, **{"boundary.reuse_indices": True})["shared"]
-    return float(shared.summary()["eval_loss_coded"] / own.summary()["eval_loss_coded"])
+    own = f"{layout},forward={sixth},backward={sixth}"
+    shared = f"{layout},forward={fifth},backward=identity"
+    made = trained({"own": (own, always), "shared": (shared, always | {"boundary.reuse_indices": True})})
+    return float(made["shared"].summary()["eval_loss_coded"] / made["own"].summary()["eval_loss_coded"])
 
 
+@system("GraVAC", "2305.12201", 2.0, train("lm.py:method=allreduce,reducer=gravac,steps=500"))
 def gravac_drop(smoke: bool) -> float:
-    """Steps from a drop of the gain until GraVAC is a rung lower, ÷ its window; the most over the places of the drop in a window. inf if
-    it climbs again. Gradients have a few large values, and then none."""
+    """Steps after a drop of the gain until it is a rung lower for good, ÷ window.
+
+    The largest over the positions of the drop in a window; inf if it climbs again. Gradients have a few large values, and then none.
+    """
     window, last = 5, 4
 
     def after(drop: int) -> float:
@@ -277,21 +403,10 @@ def gravac_drop(smoke: bool) -> float:
     return max(after(7 * window + at) for at in range(2 if smoke else window))
 
 
-def gravac_delay(smoke: bool) -> float:
-    """Steps on a rung that takes three times as long as no compression, by the clocks of workers that differ, ÷ the window of GraVAC; inf
-    unless it then stays on the rung below for good."""
-    window, slow = 5, 3
-    seconds = np.array([1.0, 0.5, 0.3, 3.0, 0.1])
-    rungs = _rungs(lambda step: (True, step), (10 if smoke else 30) * window, window, seconds)
-    left = np.flatnonzero(rungs == slow)
-    return len(left) / window if len(left) and (rungs[left[-1] + 1 :] == slow - 1).all() else float("inf")
-
-
-def _rungs(kind: Any, steps: int, window: int, step_s: np.ndarray | None = None) -> np.ndarray:
+def _rungs(kind: Callable[[int], tuple[bool, int]], steps: int, window: int, step_s: np.ndarray | None = None) -> np.ndarray:
     """The rung of GraVAC in each step, for four workers; `kind(step)` says whether gradients have a few large values, and their seed.
 
-    With `step_s`, the seconds of a step on each rung, speed is measured, by clocks of which each worker's differs by up to a half.
-    """
+    With `step_s`, the seconds of a step on each rung, speed is measured, by clocks of which each worker's differs by up to a half."""
     state, average, observe = _ladder(window, "" if step_s is None else "measured")
     found = []
     for step in range(steps):
@@ -306,7 +421,7 @@ def _rungs(kind: Any, steps: int, window: int, step_s: np.ndarray | None = None)
 
 
 @functools.cache
-def _ladder(window: int, speed: str) -> tuple[Any, Any, Any]:
+def _ladder(window: int, speed: str) -> tuple[GravacState, Callable, Callable]:
     """Return (initial state, compiled average, compiled `observe`) of GraVAC on a ladder of four codecs."""
     workers = mesh.simulated_workers(4)
     ladder = "bfloat16; int8; int4; topk(fraction=0.05)"
@@ -315,38 +430,85 @@ def _ladder(window: int, speed: str) -> tuple[Any, Any, Any]:
     return state, workers.jit(reducer.reduce, (0, 0)), workers.jit(reducer.observe, (0, 0))
 
 
-def hybrid(smoke: bool) -> float:
-    """How much higher the loss is with coded gradients between workers and all else exact, relative; a mean over seeds."""
-    return float(np.abs(_excess(smoke)["hybrid"].mean()))
+@system(
+    "GraVAC, measured speed", "2305.12201", 1.0, train("lm.py:model=lstm,method=allreduce,reducer=gravac(speed=measured),steps=300")
+)
+def gravac_delay(smoke: bool) -> float:
+    """One rung is made slow: windows until it is left for the rung below, where it stays.
+
+    The rung takes three times as long as no compression, by the clocks of workers that differ; inf if it is not left for good.
+    """
+    window, slow = 5, 3
+    seconds = np.array([1.0, 0.5, 0.3, 3.0, 0.1])
+    rungs = _rungs(lambda step: (True, step), (10 if smoke else 30) * window, window, seconds)
+    left = np.flatnonzero(rungs == slow)
+    return len(left) / window if len(left) and (rungs[left[-1] + 1 :] == slow - 1).all() else float("inf")
 
 
-def uniform(smoke: bool) -> float:
-    """`hybrid` ÷ the same with that codec on all three axes; inf if that costs nothing."""
-    naive = float(_excess(smoke)["uniform"].mean())
-    return hybrid(smoke) / naive if naive > 0 else float("inf")
+@system("dual-level DLRM compression", "2407.04272", 1.0, train("clicks.py:bound=0.02,gradient_bound=0.01,start=4,within=400"))
+def worst(smoke: bool) -> float:
+    """Largest error of a lookup or gradient ÷ its table's bound, all steps."""
+    steps = 20 if smoke else 200
+    spec = config.resolve(clicks.get_config(f"simulate,workers=8,{BOUNDED},steps={steps},within={steps // 2}"))
+    trainer = training.Trainer(spec)
+    state, found = trainer.init(), 0.0
+    for step in range(steps):
+        state, _ = trainer.step(state, trainer.batch(step), step)
+        found = max(found, float(np.max(jax.device_get(state.source.worst_2xP))))
+    return found
 
 
-THREE_AXES = "smoke,method=allreduce,workers=2,stages=2,tensor=2"
+@system(
+    "dual-level DLRM compression, loss", "2407.04272", 1.0, train("clicks.py:bound=0.02,gradient_bound=0.01,start=4,within=400")
+)
+def beyond_noise(smoke: bool) -> float:
+    """Log-loss beside that without bounds, in deviations of 3 seeds."""
+    steps = 40 if smoke else 600
+    ways = {"bounded": f"{BOUNDED},within={steps // 2}", "plain": "divided"}
+    runs = {
+        f"{way}{seed}": (f"workers=8,{shorthand},steps={steps}", {"seed": seed, "eval.every": steps, "log_every": steps})
+        for way, shorthand in ways.items()
+        for seed in range(3)
+    }
+    made = trained(runs, "configs/clicks.py")
+    bounded, plain = ([made[f"{way}{seed}"].summary()["eval_loss"] for seed in range(3)] for way in ways)
+    return abs(statistics.mean(bounded) - statistics.mean(plain)) / statistics.stdev(plain)
 
 
-@functools.cache
-def _excess(smoke: bool) -> dict[str, np.ndarray]:
-    """For each way of coding, how much higher the loss on held-out text is than with none, relative; one value for each seed."""
-    # Seven bits are the fewest with which the reducer's memory of errors stays bounded. In few steps, where a small change makes a large
-    # difference, only codecs that are far apart can be told apart.
-    seeds, steps, between, within = (range(1), 40, 12, 4) if smoke else (range(3), 200, 7, 7)
-    few = f"zfp(rate={within})"
-    hybrid = f",reducer=codec,codec=zfp(rate={between})"
-    ways = {"none": "", "hybrid": hybrid, "uniform": f"{hybrid},backward={few},forward={few},tensor_codec={few}"}
+@system("transformer compression", "2402.05964", 1e-5, "launch.compress --workdir=WORKDIR")
+def full_rank(smoke: bool) -> float:
+    """Error at full rank, relative."""
+    params = {"w": start().reshape(-1, MATRIX[1]).astype(np.float32)}
+    found = compress.make("low_rank(fraction=1)")(params).params["w"]
+    return float(np.abs(found - params["w"]).max() / np.abs(params["w"]).max())
 
-    pool = trials.Pool()
 
-    def loss(given):
-        kind, seed = given
-        all_messages = {"boundary.when": "always", "boundary.error": "none"} if kind == "uniform" else {}
-        fields = {"seed": seed, "eval.every": 10**6, "schedule.learning_rate": 6e-3} | all_messages
-        return trained({kind: f"{THREE_AXES},steps={steps}{ways[kind]}"}, pool, **fields)[kind].summary()["eval_loss"]
+@system("unified low-rank compression of click models", "2405.18146", 1e-4, "experiments.low_rank_clicks --out=WORKDIR")
+def low_rank_clicks(smoke: bool) -> float:
+    """What outputs lose beside the sum of discarded eigenvalues, relative; full rank exact.
 
-    keys = [(kind, seed) for seed in seeds for kind in ways]
-    found = dict(zip(keys, pool.map(loss, keys), strict=True))
-    return {kind: np.array([found[kind, seed] / found["none", seed] - 1 for seed in seeds]) for kind in ways}
+    The largest difference over layers and tables of a DLRM at half the rank; inf unless outputs are exact in all their directions.
+    """
+    model, M = dlrm(width=8, hidden=16)(4, (50, 20, 5)), 256 if smoke else 4096
+    params = jax.tree.map(np.asarray, jax.jit(model.init)(jax.random.key(0)))
+    numbers_MxF = jax.random.normal(jax.random.key(1), (M, 4))
+    indices_MxT = jax.random.randint(jax.random.key(2), (M, 3), 0, jax.numpy.array((50, 20, 5)))
+    outputs = model.outputs
+    assert outputs
+    seen = jax.jit(lambda params: outputs(params, numbers_MxF, indices_MxT))
+    before = {name: np.asarray(y_MxJ, np.float64) for name, y_MxJ in seen(params).items()}
+    for y_MxJ in before.values():
+        E_JxJ = np.asarray(principal(jax.numpy.asarray(y_MxJ, jax.numpy.float32), y_MxJ.shape[1])[0])
+        if np.abs(y_MxJ @ E_JxJ @ E_JxJ.T - y_MxJ).max() > 1e-5 * np.abs(y_MxJ).max():
+            return float("inf")
+    worst = 0.0
+    for path, weight in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        R = -(-min(weight.shape) // 2)
+        if name not in before or weight.shape[1] == R:
+            continue
+        small, _ = features.project(params, {name: before[name]}, 0.5)
+        lost = np.square(np.asarray(seen(small)[name]) - before[name]).sum() / M
+        discarded = np.linalg.eigvalsh(np.cov(before[name].T, bias=True))[:-R].sum()
+        worst = max(worst, abs(lost / discarded - 1))
+    return worst

@@ -3,33 +3,32 @@
     python -m experiments.outer --out=runs/outer
 
 One model, configs/lm.py with 8 workers, and equal steps. Every row has the learning rate, then the outer momentum, then the outer rate
-that were best in shorter runs with a seed of their own; a grid whose best is at the edge is extended. Loss is that of the averaged model
-on validation text, bytes are a worker's mean over all steps. A results log keeps what was trained.
+that were best in shorter runs with a separate seed; a grid whose best is at its edge is extended. Loss is that of the averaged model on
+validation text, bytes are a worker's mean over all steps. Runs in the results log are not repeated.
 """
 
 from collections.abc import Mapping
 import math
 import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
 
-from experiments import script, seeds, trials
+from experiments import script, seeds, sweep, trials
 from experiments.results_log import ResultsLog
 from experiments.script import Check
 from experiments.trials import Trial
-from launch import command
 
 FLAGS = flags.FLAGS
 WORKERS, STEPS, TUNING_STEPS, TUNING_SEED, SEEDS = 8, 896, 256, 99, 3  # Steps are multiples of every H.
-FEWER, MORE = 100, 2.0  # What is asked: so many times fewer bytes than all-reduce, at so many percent more loss.
+FEWER, MORE = 100, 2.0  # the target: 100 times fewer bytes than all-reduce at 2 % more loss
 ADAMW, MUON = (6e-3, 1.2e-2, 2.4e-2), (1e-2, 2e-2, 4e-2)
 MOMENTA, SPREAD, MIDDLE = (0.0, 0.5, 0.9), (0.5, 1.0, 2.0), (0.5, 0.5)  # μ; outer rate ÷ (1 − μ); (rate, μ) at first
 ALL_REDUCE, EVERY = "all-reduce, AdamW", "without an outer step"
 
 
 class Row(NamedTuple):
-    """A method: its shorthand of configs/lm.py, the rates that are tried, and the family that gives it its colour."""
+    """A method: its shorthand of configs/lm.py, its family, which has one color, and the learning rates that are tried."""
 
     shorthand: str
     family: str
@@ -66,19 +65,18 @@ class Result(NamedTuple):
     rate: float
     outer: tuple[float, float] | None  # rate and momentum of the outer step
     tried: dict[str, float]  # "rate" or "rate, outer rate, momentum" -> loss of the shorter run
-    losses: list[float | None]  # a seed each; None: it diverged
+    losses: list[float | None]  # one for each seed; None: it diverged
     sent: float  # bytes of a worker in a step; nan if all diverged
 
     @property
     def spread(self) -> seeds.Spread | None:
-        """Mean and σ of the seeds that ended."""
         ended = [loss for loss in self.losses if loss is not None]
         return seeds.spread(ended) if ended else None
 
 
-def said(rate: float, outer: tuple[float, float] | None) -> str:
-    """A learning rate, and the rate and momentum of the outer step."""
-    return ", ".join(f"{value:.3g}" for value in (rate, *(outer or ())))
+def rates(*values: float) -> str:
+    """Return a learning rate, and the rate and momentum of the outer step, as text."""
+    return ", ".join(f"{value:.3g}" for value in values)
 
 
 class Runs(NamedTuple):
@@ -89,20 +87,20 @@ class Runs(NamedTuple):
     smoke: bool  # tiny models, one rate, one seed
 
     def trial(self, name: str, rate: float, outer: tuple[float, float] | None, seed: int) -> Trial:
-        """One run; that of the tuning's seed is shorter."""
+        """Return a run; that of the tuning's seed is shorter."""
         size = "smoke" if self.smoke else f"steps={TUNING_STEPS if seed == TUNING_SEED else STEPS}"
         shorthand = f"{ROWS[name].shorthand},workers={WORKERS},simulate,{size}"
         fields = {"schedule.learning_rate": rate, "seed": seed, "eval.local": False, "data.sample_bytes": 0}
         fields |= {f"method.outer_{of}": value for of, value in zip(("learning_rate", "momentum"), outer or ())}
-        return trials.trial(self.out, f"{name} {said(rate, outer)} {seed}", f"configs/lm.py:{shorthand}", fields)
+        return trials.trial(self.out, f"{name} {rates(rate, *(outer or ()))} {seed}", f"configs/lm.py:{shorthand}", fields)
 
     def tune(self, name: str) -> tuple[float, tuple[float, float] | None, dict[str, float]]:
-        """(best rate, best outer rate and momentum with it, loss of each that was tried); infinite if it diverged."""
+        """Return (best rate, best outer rate and momentum with it, loss of each setting, infinite if it diverged)."""
         row, tried = ROWS[name], {}
 
         def measure(rate: float, outer: tuple[float, float] | None) -> float:
             numbers = self.log.result(self.trial(name, rate, outer, TUNING_SEED))
-            tried[said(rate, outer)] = loss = numbers["eval_loss"] if numbers else math.inf
+            tried[rates(rate, *(outer or ()))] = loss = numbers["eval_loss"] if numbers else math.inf
             return loss
 
         start = MIDDLE if row.outer else None
@@ -115,7 +113,7 @@ class Runs(NamedTuple):
         return rate, (outer_rate, momentum), tried
 
     def result(self, name: str) -> Result:
-        """A row, tuned and trained with its seeds."""
+        """Tune a row and train it with its seeds."""
         rate, outer, tried = self.tune(name)
         found = [self.log.result(self.trial(name, rate, outer, seed)) for seed in range(1 if self.smoke else SEEDS)]
         sent = next((numbers["bytes_per_step_per_worker"] for numbers in found if numbers), math.nan)
@@ -123,15 +121,15 @@ class Runs(NamedTuple):
 
 
 def compared(found: Mapping[str, Result], name: str) -> tuple[float, float]:
-    """(times fewer bytes, percent more loss) than all-reduce; nan where one of the two diverged."""
+    """Return (times fewer bytes, percent more loss) than all-reduce; nan if one of the two diverged."""
     own, first = found[name], found[ALL_REDUCE]
     if not (own.spread and first.spread):
         return math.nan, math.nan
     return first.sent / own.sent, 100 * (own.spread.mean / first.spread.mean - 1)
 
 
-def tabulate(found: Mapping[str, Result]) -> Any:
-    """Bytes, loss, both relative to all-reduce, and the rates."""
+def tabulate(found: Mapping[str, Result]) -> script.Table:
+    """Return bytes, loss, both relative to all-reduce, and the rates."""
     table = script.table("", "kB a step", "times fewer", "nats/byte, mean ± 2σ", "to all-reduce", "rate", "outer rate, μ", "tried")
     for name, result in found.items():
         lost, (fewer, more) = result.losses.count(None), compared(found, name)
@@ -143,14 +141,14 @@ def tabulate(found: Mapping[str, Result]) -> Any:
             (result.spread.text(4) if result.spread else "–") + diverged,
             f"{more:+.1f} %",
             f"{result.rate:.3g}",
-            ", ".join(f"{value:.3g}" for value in result.outer or ()),
-            "; ".join(f"{rates}: {loss:.4f}" for rates, loss in result.tried.items()),
+            rates(*(result.outer or ())),
+            "; ".join(f"{setting}: {loss:.4f}" for setting, loss in result.tried.items()),
         )
     return table
 
 
 def checks(found: Mapping[str, Result]) -> list[Check]:
-    """Whether some method keeps all-reduce's loss at a hundredth of its bytes; the best one that sends so little."""
+    """Return whether the best method that sends a hundredth of all-reduce's bytes reaches its loss."""
     of = {name: compared(found, name) for name in found if name != ALL_REDUCE}
     seldom = {name: more for name, (fewer, more) in of.items() if fewer >= FEWER}
     best = sorted(seldom, key=lambda name: seldom[name])[:1]
@@ -158,8 +156,9 @@ def checks(found: Mapping[str, Result]) -> list[Check]:
 
 
 def draw(path: str, found: Mapping[str, Result]) -> None:
-    """Loss against bytes, a line for each family; bars are 2σ of the mean."""
-    with script.panels(path, 1, (7.0, 4.5)) as (figure, (axis,)):
+    """Draw loss against bytes, a line for each family; bars are 2σ of the mean."""
+    caption = f"Loss against bytes after {STEPS} steps, {WORKERS} workers, rates tuned for each"
+    with script.panels(path, 1, (7.0, 4.5), caption) as (axis,):
         for number, family in enumerate(dict.fromkeys(ROWS[name].family for name in found)):
             rows = sorted((r.sent, r.spread) for name, r in found.items() if ROWS[name].family == family and r.spread)
             errors = [0.0 if math.isnan(spread.error) else spread.error for _, spread in rows]
@@ -172,14 +171,12 @@ def draw(path: str, found: Mapping[str, Result]) -> None:
         axis.set(xscale="log", xlabel="bytes that a worker sends, mean of a step", ylabel="nats/byte")
         axis.set_xlim(right=8 * max((sent for sent, _ in drawn.values()), default=1.0))  # room for names
         axis.legend(frameon=False, fontsize=8)
-        script.dress(figure, f"Loss against bytes after {STEPS} steps, {WORKERS} workers, rates tuned for each")
 
 
 def main() -> None:
     out = script.folder()
     script.check_tables("outer")
-    if unknown := [name for name in FLAGS.row if name not in ROWS]:
-        command.fail(f"row={unknown[0]!r} is unknown; the rows are: {'; '.join(ROWS)}")
+    script.check_names("row", FLAGS.row, ROWS)
     chosen = FLAGS.row or (["gossip DiLoCo, H = 4"] if FLAGS.smoke else ROWS)
     names = list(dict.fromkeys([ALL_REDUCE, *chosen]))
     runs = Runs(out, ResultsLog.of(out, FLAGS.results), FLAGS.smoke)
@@ -190,10 +187,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE(command.FOLDER, "out", None, "Run directories, the table as JSON, and the figure go here.", required=True)
-    flags.DEFINE_multi_string("row", [], "A row to train, beside all-reduce; may be repeated; none: all.")
-    script.selects("row")
-    flags.DEFINE(command.FILE, "results", None, "File of JSON lines with the results of runs; none: OUT/results.jsonl.")
-    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
-    flags.DEFINE_bool("smoke", False, "The whole way with tiny models, in minutes.")
-    script.run(main, (trials.Broken, OSError))
+    script.define("out", "row", "results", "pages", "smoke")
+    script.run(main, sweep.ERRORS)

@@ -1,4 +1,4 @@
-"""Does what outer steps send hide behind computing? Seconds of a step on slow links, of DiLoCo and of Streaming DiLoCo.
+"""Whether communication of outer steps overlaps with compute: step times of DiLoCo and Streaming DiLoCo on slow links.
 
     python -m experiments.outer_speed --out=runs/outer_speed.json
 
@@ -7,21 +7,20 @@ turns, each for a round of H steps; a figure is the median over the visits of th
 every H-th step; Streaming DiLoCo sends one fourth of the parameters at a time, in τ pieces, while gradients are computed.
 
 Emulated hosts share the cores of one machine, so workers that do not wait for each other drift apart, and a worker that waits for a message
-waits for that, too. Rows "pauses" compute one sequence behind a pause of 400 ms, which stands for hosts that have cores of their own.
+also waits for the drift. Rows "pauses" compute one sequence after a pause of 400 ms, which simulates hosts with cores of their own.
 """
 
 from absl import flags
-import rich.table
 
 from experiments import script, speedup
 from experiments.bench.cluster.systems import ERRORS, Runner, decjax
 from experiments.methods import ALONE, HOSTS
 from experiments.script import Check
 from experiments.speedup import Measured
-from launch import cluster, command
+from launch import cluster
 
 FLAGS = flags.FLAGS
-H, MOST = 30, 1.05  # Steps of a round, the methods' default; what is asked of Streaming DiLoCo, relative to no communication.
+H, MOST = 30, 1.05  # steps of a round, the methods' default; bound of Streaming DiLoCo's step time, relative to no communication
 PAUSE_S = 0.4
 STREAMING = "Streaming DiLoCo, 4 bits"
 SHORTHANDS = {
@@ -38,22 +37,21 @@ ROWS = (
 )
 
 
-def tabulate(measured: Measured, refused: dict[str, str]) -> rich.table.Table:
-    """Time of a step, its ratio to one without communication, and bytes."""
+def tabulate(measured: Measured, refused: dict[str, str]) -> script.Table:
+    """Return the time of a step, its ratio to one without communication, and bytes."""
     table = script.table("", "ms per step", "÷ no communication", "MB a step out of a host, mean")
     for row in ROWS:
         if row.name in measured.step_s:
             step_s, sent = measured.time_s(row.name), measured.sent_bytes[row.name]
             alone_s = measured.time_s(ALONE_P if row.visits else ALONE)
-            cells = script.ms(step_s), f"{step_s / alone_s:.3f}", f"{sent / 1e6:.2f}"
-            table.add_row(row.name, *cells)
+            table.add_row(row.name, script.ms(step_s), f"{step_s / alone_s:.3f}", f"{sent / 1e6:.2f}")
         elif row.name in refused:
             table.add_row(row.name, "cannot run", "", "")
     return table
 
 
 def checks(measured: Measured) -> list[Check]:
-    """Whether Streaming DiLoCo is about as fast as no communication; nan (not met) where it did not run."""
+    """Return whether Streaming DiLoCo is about as fast as no communication; nan (not met) if it did not run."""
     pairs = ((STREAMING, ALONE), (f"{STREAMING}, τ = 2", ALONE), (STREAMING_P, ALONE_P))
     time_s = measured.time_s
     return [Check(f"{row} ÷ {alone}", measured.rate, time_s(row) / time_s(alone), MOST, True) for row, alone in pairs]
@@ -67,17 +65,14 @@ def main() -> None:
         measured = speedup.measure(runner, rows, FLAGS.rate, FLAGS.rounds, lambda row: H)
     found = tabulate(measured, runner.refused)
     script.show(found, script.tabulate(checks(measured)))
-    script.show(*(f"{name} cannot run: {why}" for name, why in runner.refused.items()))
+    script.show(*runner.refusals)
     script.save(FLAGS.out, refused=runner.refused, measured=measured._asdict())
     script.fill("outer_speed", found)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("rate", "50mbit", "Of every link, both ways.")
-    flags.DEFINE_integer("hosts", HOSTS, "One process each.", lower_bound=2)
+    script.define("json", "row", "pages", rows=ROWS)
+    flags.DEFINE_string("rate", "50mbit", "Rate of every link, both ways.")
+    flags.DEFINE_integer("hosts", HOSTS, "Hosts, one process each.", lower_bound=2)
     flags.DEFINE_integer("rounds", 3, "Visits of each row.", lower_bound=1)
-    flags.DEFINE_multi_string("row", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
-    script.selects("row")
-    flags.DEFINE(command.FILE, "out", None, "JSON of everything measured.")
-    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, ERRORS)

@@ -7,7 +7,7 @@
 Parts: noise_floor; stability, the largest learning rates; quality at equal tokens on each of translation, cifar, digits, python
 (the standard library's sources as text) and shakespeare; gap, gap_longer, gap_both, gap_shakespeare and gap_translation, where the
 gap of gossip that overlaps comes from; and the ablations graphs, window, strength, distance, workers and batch. Runs are made
-two at a time, or as many as --together says. Their results are appended to a results log; what is in it is not trained again, and
+two at a time, or as many as --together says. Their results are appended to a results log; runs in it are not repeated, and
 its tables need no data. experiments/results/paper.jsonl is the results log of the pages:
 
     python -m experiments.paper --out=runs/paper --only=digits --results=experiments/results/paper.jsonl --pages=docs/results
@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import noise_floor, quality, script, stability, tiny, trials
+from experiments import noise_floor, quality, script, stability, sweep, tiny, trials
 from experiments.results_log import ResultsLog
 from experiments.studies import CHECKSUMS, PAPER
 from launch import command
@@ -28,12 +28,12 @@ FLAGS = flags.FLAGS
 PARTS = ("noise_floor", "stability", *PAPER)
 TINY = {"multi30k": tiny.multi30k, "cifar10": tiny.cifar10, "shakespeare": tiny.text}  # data of smoke runs
 OF_PAGES = "none: the data of the results pages, whose runs the results log has."
+Draw = Callable[[str], None]  # draws a figure to a path
 
 
 def check() -> None:
-    """Ends the command if a part that is asked for is unknown, or if no part reads the data of a flag."""
-    if unknown := [part for part in FLAGS.only if part not in PARTS]:
-        command.fail(f"--only={unknown[0]} is unknown; use some of {', '.join(PARTS)}")
+    """End the command if a part is unknown, or if no part reads the data of a flag."""
+    script.check_names("only", FLAGS.only, PARTS)
     for flag in TINY:
         readers = [part for part, study in PAPER.items() if study.data == flag]
         if FLAGS[flag].value and FLAGS.only and not set(readers) & set(FLAGS.only):
@@ -43,9 +43,9 @@ def check() -> None:
 
 
 def chosen(out: pathlib.Path, log: ResultsLog) -> dict[str, str]:
-    """The parts to make, and the data of each; "" if it needs none.
+    """Return the parts to make, and the data of each; "" if it needs none.
 
-    Ends the command if a part that is asked for lacks its data; if none is asked for, parts without data are left out.
+    A part of --only that lacks its data ends the command. Without --only, parts that lack their data are left out.
     """
     found: dict[str, str] = {}
     for part in FLAGS.only or PARTS:
@@ -62,9 +62,10 @@ def chosen(out: pathlib.Path, log: ResultsLog) -> dict[str, str]:
 
 
 def data_of(part: str, out: pathlib.Path, log: ResultsLog) -> str:
-    """The path that the flag of a part's data gives.
+    """Return the path of a part's data.
 
-    Without it, made-up data for a smoke run; otherwise the checksum of the pages' data if the results log has all runs with them, or "".
+    Without its flag, synthetic data for a smoke run; otherwise the checksum of the pages' data if the results log has all runs with
+    them, or "".
     """
     flag = PAPER[part].data
     if path := FLAGS[flag].value:
@@ -73,14 +74,14 @@ def data_of(part: str, out: pathlib.Path, log: ResultsLog) -> str:
     if FLAGS.smoke:
         return str(TINY[flag](out / "data" / flag))
     try:
-        quality.run(quality.Runs(out, log.as_it_is(), part, CHECKSUMS[flag], smoke=False))
+        quality.run(quality.Runs(out, log.recorded(), part, CHECKSUMS[flag], smoke=False))
     except trials.NoData:
         return ""
     return CHECKSUMS[flag]
 
 
-def make(part: str, data: str, out: pathlib.Path, log: ResultsLog) -> tuple[Any, Callable[[str], None], dict[str, Any]]:
-    """(table, function that draws the figure to a path, all numbers) of a part; `data` as in `chosen`."""
+def make(part: str, data: str, out: pathlib.Path, log: ResultsLog) -> tuple[script.Table, Draw, dict[str, Any]]:
+    """Return (table, function that draws the figure, all numbers) of a part; `data` as in `chosen`."""
     if part == "noise_floor":
         floors = noise_floor.run(out, log, FLAGS.smoke)
         return noise_floor.tabulate(floors), lambda path: noise_floor.draw(path, floors), dict(floors)
@@ -103,18 +104,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE(
-        command.FOLDER,
-        "out",
-        "runs/paper",
-        "Run directories, tables as JSON, and figures go here; with --smoke into a folder in it.",
-    )
+    script.define("out", "results", "pages", "smoke", out="runs/paper")
     flags.DEFINE_list("only", [], "Parts to make; none: all.")
     flags.DEFINE_string("multi30k", None, f"Folder of Multi30k's parallel files; {OF_PAGES}")
     flags.DEFINE_string("cifar10", None, f"Folder of CIFAR-10's binary version; {OF_PAGES}")
     flags.DEFINE_string("shakespeare", None, f"A text for which no rate was tuned; {OF_PAGES}")
-    flags.DEFINE(command.FILE, "results", None, "File of JSON lines with the results of runs; none: OUT/results.jsonl.")
-    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     flags.DEFINE_integer("together", trials.TOGETHER, "Runs at a time; a GPU with 16 cores makes 12.", lower_bound=1)
-    flags.DEFINE_bool("smoke", False, "The whole way with tiny models and, where no path is given, made-up data, in minutes.")
-    script.run(main, (trials.Broken, OSError))
+    script.run(main, sweep.ERRORS)

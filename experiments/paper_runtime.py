@@ -1,4 +1,4 @@
-"""The cost model against the paper's measured iteration times: fitted, predicted, and predicted beyond.
+"""The cost model compared with the paper's measured iteration times: fitted, predicted, and extrapolated.
 
     python -m experiments.paper_runtime --out=paper_runtime.png
     python -m experiments.paper_runtime --leave_one_out
@@ -6,7 +6,7 @@
 
 Measured: arXiv 2410.11998, Fig. 6: Transformer-base, 25K tokens per step over all GPUs (strong scaling), three clusters, four
 methods, two sizes each. Predicted: `decjax.costmodel`, whose equations are derived in this repository; they are not the
-paper's. Per cluster six numbers are fitted to its eight measurements, all of them things one could measure:
+paper's. Per cluster six measurable quantities are fitted to its eight measurements:
 
     work_s          GPU-seconds of a step's 25K tokens: a worker computes for C = work_s / GPUs + overhead_s
     overhead_s      what does not shrink with the batch: launching kernels, the optimizer
@@ -15,8 +15,8 @@ paper's. Per cluster six numbers are fitted to its eight measurements, all of th
     efficiency      fraction of the link that reductions reach
     variation       coefficient of variation of compute times (log-normal)
 
-Eight numbers cannot carry six free ones, so each but `work_s` is drawn towards a prior (`PRIORS`): the links' datasheets,
-and figures common to all three clusters. Residuals are relative errors in units of 3 %, the priors' those of logarithms.
+Eight numbers do not determine six parameters, so each but `work_s` has a prior (`PRIORS`): the links' datasheets, and values common
+to all three clusters. Residuals are relative errors in units of 3 %, those of priors are of logarithms.
 
 The four methods, as their public implementations work: all-reduce overlaps with the backward pass in buckets; SGP averages
 inside a node and then sends from node to node (directed, one-peer exponential), after the update; the decentralized ones
@@ -32,12 +32,11 @@ the quotient of bytes and bandwidth matters.
 
 import functools
 import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
 import numpy as np
 import rich.box
-import rich.table
 from scipy import optimize
 
 from decjax import costmodel
@@ -89,11 +88,9 @@ RESIDUAL_UNIT = 0.03
 
 @functools.cache
 def methods(num_gpus: int, per_node: int) -> tuple[costmodel.Method, ...]:
-    """The four methods for so many GPUs, in the order of METHODS."""
+    """Return the four methods for so many GPUs, in the order of METHODS."""
 
-    def graph(name, **options):
-        return topology_lib.make(name, num_gpus, **options)
-
+    graph = lambda name, **options: topology_lib.make(name, num_gpus, **options)
     several = num_gpus > per_node  # On one node all methods are an exact mean inside it.
     sgp = graph("hierarchical", local_size=per_node, outer="one_peer_exponential") if several else graph("complete")
     aer = graph("alternating_exponential_ring", local_size=per_node) if several else graph("complete")
@@ -106,7 +103,7 @@ def methods(num_gpus: int, per_node: int) -> tuple[costmodel.Method, ...]:
 
 
 def predict_ms(name: str, num_gpus: int, theta: np.ndarray, **options) -> np.ndarray:
-    """Predicted ms per iteration of the four methods on a cluster; `theta` are the logarithms of PARAMETERS."""
+    """Return the predicted ms per iteration of the four methods on a cluster; `theta` are the logarithms of PARAMETERS."""
     value = dict(zip(PARAMETERS, np.exp(theta).tolist(), strict=True))
     cluster = costmodel.Cluster(
         name,
@@ -131,7 +128,7 @@ def predict_ms(name: str, num_gpus: int, theta: np.ndarray, **options) -> np.nda
 
 @functools.cache
 def fit(name: str, sizes: tuple[int, ...]) -> np.ndarray:
-    """The logarithms of PARAMETERS, fitted to a cluster's measurements at these sizes."""
+    """Return the logarithms of PARAMETERS, fitted to a cluster's measurements at these sizes."""
     means, spread = map(np.array, zip(*PRIORS[name]))
     expected = np.log(means)
 
@@ -145,7 +142,7 @@ def fit(name: str, sizes: tuple[int, ...]) -> np.ndarray:
 
 
 def predict_at(name: str, num_gpus: int, sizes: tuple[int, ...] | None = None) -> np.ndarray:
-    """Predicted ms per iteration at any size, from a fit to the measurements at `sizes` (None: all).
+    """Return the predicted ms per iteration at any size, from a fit to the measurements at `sizes` (None: all).
 
     Raises:
         ValueError: if `num_gpus` is no power of two, which two of the graphs need.
@@ -157,14 +154,13 @@ def predict_at(name: str, num_gpus: int, sizes: tuple[int, ...] | None = None) -
 
 
 def errors(name: str, num_gpus: int, predicted_ms: np.ndarray) -> np.ndarray:
-    """Relative errors of predictions at a measured size, in percent."""
+    """Return the relative errors of predictions at a measured size, in percent."""
     return 100 * (predicted_ms / np.array(MEASURED_MS[name][num_gpus]) - 1)
 
 
-def tabulate(title: str, rows: list[tuple[str, int, np.ndarray]]) -> rich.table.Table:
-    """A table with "measured | predicted (error)" in each cell, and predictions alone where nothing was measured."""
-    style: dict[str, Any] = dict(padding=(0, 1, 0, 0), title=title, title_justify="left")
-    table = script.table("cluster", "GPUs", *METHODS.values(), box=rich.box.SIMPLE_HEAD, **style)
+def tabulate(title: str, rows: list[tuple[str, int, np.ndarray]]) -> script.Table:
+    """Return a table with "measured | predicted (error)" in each cell, and predictions alone where nothing was measured."""
+    table = script.table("cluster", "GPUs", *METHODS.values(), box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title)
     for name, num_gpus, predicted_ms in rows:
         cells = [f"– | {predicted:.1f}" for predicted in predicted_ms]
         if measured_ms := MEASURED_MS[name].get(num_gpus):
@@ -175,16 +171,19 @@ def tabulate(title: str, rows: list[tuple[str, int, np.ndarray]]) -> rich.table.
 
 
 def summary(rows: list[tuple[str, int, np.ndarray]]) -> str:
-    """The errors of all measured rows as text, such as 'median error 1.6 %, worst 7.7 %'."""
+    """Return the errors of all measured rows as text, such as 'median error 1.6 %, worst 7.7 %'."""
     absolute = np.abs(np.concatenate([errors(*row) for row in rows if row[1] in MEASURED_MS[row[0]]]))
     return f"median error {np.median(absolute):.1f} %, worst {absolute.max():.1f} %"
 
 
 def plot(path: str, rows: list[tuple[str, int, np.ndarray]]) -> None:
-    """Draws a panel per cluster: predictions as lines, measurements as points."""
+    """Draw a panel per cluster: predictions as lines, measurements as points."""
+    caption = (
+        "points: measured (arXiv 2410.11998, Fig. 6); lines: predicted, fitted to the points; grey: sizes that were not fitted"
+    )
     colors, markers = ("#0072B2", "#CC79A7", "#D55E00", "#009E73"), ("o", "D", "s", "^")
     names = list(dict.fromkeys(name for name, _, _ in rows))
-    with script.panels(path, len(names), (4.3 * len(names), 4.4)) as (figure, axes):
+    with script.panels(path, len(names), (4.3 * len(names), 4.4), caption) as axes:
         for axis, name in zip(axes, names, strict=True):
             sizes = [num_gpus for cluster, num_gpus, _ in rows if cluster == name]
             predicted = np.array([ms for cluster, _, ms in rows if cluster == name])
@@ -199,11 +198,7 @@ def plot(path: str, rows: list[tuple[str, int, np.ndarray]]) -> None:
             axis.set_title(CLUSTERS[name].title, fontsize=10)
             axis.set_xticks(sizes, [str(size) for size in sizes])
             axis.minorticks_off()
-        script.dress(
-            figure,
-            "points: measured (arXiv 2410.11998, Fig. 6); lines: predicted, fitted to the points; grey: sizes that were not fitted",
-        )
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
 def main() -> None:

@@ -1,16 +1,16 @@
-"""What compressed messages between stages gain on a slow link: one table, from one interleaved run, beside the cost model.
+"""What compressed messages between stages gain on a slow link: one table, from one interleaved run, with the cost model.
 
     python -m experiments.pipeline_speed --out=runs/pipeline_speed.json
 
 Four emulated hosts (launch.cluster: root and iproute2) are the four stages of one pipeline; a transformer of width 32 with a layer
 a host, 1F1B, 128 sequences of 64 tokens in a microbatch, float32. It is so narrow that hosts that share two cores seldom compute at
-the same time: a message travels several times as long as its microbatch is computed. Rows take turns; a figure is the median
-over the rounds of the mean time of an iteration.
+the same time: a message takes several times as long as its microbatch. Rows take turns; a figure is the median over the rounds of the
+mean time of an iteration.
 
-The model gets what was measured without pipelines, or without the slow link: α and β of exchanges between the hosts
-(launch.calibrate at the rate in question), and how long each row's iteration takes on free links. The latter is the time of all
-passes, on cores that hosts share, which it divides among stages and between F and B as their operations are; what it takes longer
-with coded messages is their codecs' time. Nothing is fitted to the times that are predicted.
+The cost model uses α and β of exchanges between the hosts (launch.calibrate at the rate in question), and the time of each row's
+iteration on unlimited links. The latter is the time of all passes, on cores that hosts share; the model divides it among stages and
+between F and B in proportion to their operations. The extra time with coded messages is that of their codecs. Nothing is fitted to the
+times that are predicted.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,17 @@ import dataclasses
 from typing import Any, Literal
 
 from absl import flags
-import rich.table
 
 from decjax import costmodel
 from decjax.costmodel.transformer import low_rank_ratio
 from experiments import cluster_runtime, script, speedup
 from experiments.bench.cluster import systems
-from launch import cluster, command
+from launch import cluster
 
 FLAGS = flags.FLAGS
 
 STAGES, SIZE = 4, 128  # SIZE: sequences of a microbatch
-STEPS = 2  # of a visit at least
+STEPS = 2  # minimum of a visit
 MODEL: dict[str, Any] = dict(vocabulary=256, context=64, width=32, hidden=128, heads=2, depth=STAGES)
 DENSE, RANK = "as they are", 4
 LOW_RANK = f"low_rank(rank={RANK})"
@@ -48,22 +47,21 @@ FREE_BPS = 1e15  # of links that are not limited
 
 
 def row(name: str, microbatches: int) -> systems.Row:
-    """The row of this name in ROWS: a pipeline of four hosts with so many microbatches."""
+    """Return the row of this name in ROWS: a pipeline of four hosts."""
     backward, forward, when = ROWS[name]
     argument = f"method=local,stages={STAGES},schedule=1f1b,microbatches={microbatches}"
-    for end, codec in (("backward", backward), ("forward", forward)):
-        argument += f",{end}={codec}" if codec else ""
+    argument += f",backward={backward}" * bool(backward) + f",forward={forward}" * bool(forward)
     fields: dict[str, Any] = {"boundary.when": when} if backward else {}
     return systems.decjax(name, argument, batch_size=SIZE * microbatches, model=MODEL, **fields)
 
 
 def boundary(codec: str, when: When = "always") -> costmodel.Boundary:
-    """Messages compressed by a codec, as the cost model describes them."""
+    """Return the cost model's description of messages with a codec."""
     return costmodel.Boundary(RATIOS[codec], codec, when) if codec else costmodel.Boundary()
 
 
 def iteration_s(name: str, microbatches: int, link: costmodel.Link, compute_s: float, codec_s: float) -> float:
-    """Predicted seconds of an iteration of a row on links like `link`.
+    """Return the predicted seconds of an iteration of a row on links like `link`.
 
     All passes of one microbatch together compute for `compute_s`; compressing and decompressing one message takes `codec_s`.
     """
@@ -79,7 +77,7 @@ def iteration_s(name: str, microbatches: int, link: costmodel.Link, compute_s: f
 
 
 def inverse(function: Callable[[float], float], value: float, high: float) -> float:
-    """The argument between 0 and `high` at which a growing function has a value, by bisection; else the nearer end."""
+    """Return the argument between 0 and `high` at which a growing function has a value, by bisection; else the nearer end."""
     low = 0.0
     for _ in range(30):  # The upper end is returned, which is never 0: a codec's rate is computed from it.
         middle = (low + high) / 2
@@ -88,7 +86,7 @@ def inverse(function: Callable[[float], float], value: float, high: float) -> fl
 
 
 def predict(microbatches: int, free_s: dict[str, float], link: costmodel.Link) -> dict[str, float]:
-    """Predicted seconds of an iteration of every row on links like `link`, from `free_s`, those measured on unlimited links."""
+    """Return the predicted seconds of an iteration of every row, from `free_s`, those measured on unlimited links."""
     free = costmodel.Link(0.0, FREE_BPS)
     compute_s = free_s[DENSE] / iteration_s(DENSE, microbatches, free, 1.0, 0.0)
     predicted_s = {}
@@ -98,14 +96,13 @@ def predict(microbatches: int, free_s: dict[str, float], link: costmodel.Link) -
     return predicted_s
 
 
-def tabulate(measured: speedup.Measured, predicted_s: dict[str, float]) -> rich.table.Table:
-    """A table of all rows: time, speed-up, bytes, and the predicted time."""
-    columns = ("messages between stages", "ms per iteration", "speed-up", "MB out of a host", "predicted", "error")
-    table = script.table(*columns)
-    for name, told in predicted_s.items():
+def tabulate(measured: speedup.Measured, predicted_s: dict[str, float]) -> script.Table:
+    """Return time, speed-up, bytes and predicted time of all rows."""
+    table = script.table("messages between stages", "ms per iteration", "speed-up", "MB out of a host", "predicted", "error")
+    for name, forecast_s in predicted_s.items():
         step_s = measured.time_s(name)
         gain, sent = f"{measured.time_s(DENSE) / step_s:.2f}", f"{measured.sent_bytes[name] / 1e6:.2f}"
-        table.add_row(name, script.ms(step_s), gain, sent, script.ms(told), script.difference(told, step_s))
+        table.add_row(name, script.ms(step_s), gain, sent, script.ms(forecast_s), script.difference(forecast_s, step_s))
     return table
 
 
@@ -129,9 +126,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("rate", "50mbit", "Of every link, both ways.")
+    script.define("json")
+    flags.DEFINE_string("rate", "50mbit", "Rate of every link, both ways.")
     flags.DEFINE_integer("microbatches", 8, "M.", lower_bound=STAGES)
-    flags.DEFINE_float("seconds", 40.0, "About how long to calibrate.", lower_bound=1.0)
+    flags.DEFINE_float("seconds", 40.0, "Approximate duration of the calibration.", lower_bound=1.0)
     flags.DEFINE_integer("rounds", 3, "Visits of each row.", lower_bound=1)
-    flags.DEFINE(command.FILE, "out", None, "JSON of everything measured.")
     script.run(main, systems.ERRORS)

@@ -1,4 +1,4 @@
-"""Runs that race to a loss: their losses and seconds, read from run directories; who was there first, as a table and a figure."""
+"""Runs that race to a loss: their losses and seconds, read from run directories, as a table and a figure."""
 
 from collections.abc import Callable, Mapping, Sequence
 import itertools
@@ -6,11 +6,11 @@ import json
 import math
 import pathlib
 import statistics
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments import script, trials
 
-NEAR = 0.05  # nats above a goal: a second goal, which does not lie at the flat end of the run that sets it
+NEAR = 0.05  # nats above a goal: a second goal, which is not at the flat end of the run that sets it
 
 
 class Point(NamedTuple):
@@ -21,24 +21,21 @@ class Point(NamedTuple):
     loss: float  # on validation data
 
 
-# -- What a run directory tells ---------------------------------------------------------------------------------------
-
-
 def read(workdir: pathlib.Path) -> list[Point]:
-    """The validation losses of a run, with the seconds of training up to each.
+    """Return the validation losses of a run, with the seconds of training up to each.
 
-    Rates are logged without compiling and evaluating; tokens ÷ rate are the seconds of the steps since the last row.
+    Rates are logged without compilation and evaluation; tokens ÷ rate are the seconds of the steps since the last row.
     """
-    found, time_s, step = [], 0.0, 0
+    points, time_s, step = [], 0.0, 0
     config = json.loads((workdir / "config.json").read_text())
     tokens = config["batch_size"] * (config["model"].get("context") or config["data"]["length"])
-    for row in trials.rows(workdir):
+    for row in trials.Trial(workdir).rows():
         if row["kind"] == "train":
             time_s += (row["step"] - step) * tokens / row["tokens_per_s"]
             step = row["step"]
         else:
-            found.append(Point(row["step"], time_s, row["loss"]))
-    return found
+            points.append(Point(row["step"], time_s, row["loss"]))
+    return points
 
 
 def reached(points: Sequence[Point], loss: float, get: Callable[[Point], float] = lambda point: point.time_s) -> float:
@@ -56,25 +53,22 @@ def reached(points: Sequence[Point], loss: float, get: Callable[[Point], float] 
     return get(before) + share * (get(after) - get(before))
 
 
-# -- What is shown ----------------------------------------------------------------------------------------------------
-
-
 class Result(NamedTuple):
-    """What is known of a method after all rounds; None where there is no forecast."""
+    """Results of a method, one for each round; None where there is no forecast."""
 
     runs: list[list[Point]]
-    step_s: list[float]  # a round each
-    predicted_step_s: list[float] | None  # by the cost model, a round each
-    to_loss_s: list[float]  # seconds to the loss that all-reduce ended with, a round each
+    step_s: list[float]
+    predicted_step_s: list[float] | None  # by the cost model
+    to_loss_s: list[float]  # seconds to the loss that all-reduce ended with
     near_s: list[float]  # the same to `NEAR` above it
     predicted_to_loss_s: list[float] | None
-    scores: Sequence[float] = ()  # of the averaged model on test data, a round each, for tasks that have one
+    scores: Sequence[float] = ()  # of the averaged model on test data, for tasks that have one
 
 
-def tabulate(found: Mapping[str, Result], score: str = "") -> Any:
-    """Seconds to the loss that the first one, all-reduce, ends with; how many times as fast that is, measured and predicted.
+def tabulate(found: Mapping[str, Result], score: str = "") -> script.Table:
+    """Return the seconds to the loss that the first method, all-reduce, ends with, and the speed-up, measured and predicted.
 
-    `score` is the name of what the runs score at their end; "": none.
+    `score` is the name of the runs' final score; "": none.
     """
     table = script.table(
         "",
@@ -109,33 +103,29 @@ def tabulate(found: Mapping[str, Result], score: str = "") -> Any:
 
 
 def _ratios(reference_s: Sequence[float], own_s: Sequence[float]) -> list[float]:
-    """Of each round, how many times as fast it was; nan if it never came there."""
+    """Return the speed-up of each round; nan if the loss was never reached."""
     return [reference / own for reference, own in zip(reference_s, own_s, strict=True)]
 
 
 def _error(predicted: float, ratio: float) -> str:
-    """How much a forecast is above what was measured; "–" where one of them never came there."""
     return "–" if math.isnan(predicted * ratio) else script.difference(predicted, ratio)
 
 
-def _of(ratio: float) -> str:
-    return "never" if math.isnan(ratio) else f"{ratio:.2f}"
-
-
 def _times(ratios: Sequence[float]) -> str:
-    """Their mean, and each by itself in brackets."""
-    own = ", ".join(map(_of, ratios))
+    """Return the mean of several speed-ups, and each in parentheses."""
+    own = ", ".join("never" if math.isnan(ratio) else f"{ratio:.2f}" for ratio in ratios)
     return own if math.isnan(sum(ratios)) or len(ratios) == 1 else f"{statistics.mean(ratios):.2f} ({own})"
 
 
 def draw(path: str, found: Mapping[str, Result], title: str, unit: str) -> None:
-    """Loss against seconds, a panel a round: dashed without a forecast; a dot where a method comes to all-reduce's final loss.
+    """Draw loss against seconds, a panel for each round, up to the first loss of all-reduce and 1.2 times its duration.
 
-    What lies above the first loss of all-reduce, or a fifth beyond its last second, is cut off.
+    Methods without a forecast are dashed; a dot marks where a method reaches all-reduce's final loss.
     """
+    caption = f"{title}\ndots and legend: when each method comes to the loss that all-reduce ends with, and stays below it"
     first = next(iter(found.values())).runs
     top, end_s = max(run[0].loss for run in first), max(run[-1].time_s for run in first)
-    with script.panels(path, len(first), (5.5 * len(first), 4.5)) as (figure, axes):
+    with script.panels(path, len(first), (5.5 * len(first), 4.5), caption) as axes:
         for k, axis in enumerate(axes):
             goal = first[k][-1].loss
             axis.axhline(goal, color="0.5", linewidth=0.8, linestyle="--")
@@ -150,6 +140,3 @@ def draw(path: str, found: Mapping[str, Result], title: str, unit: str) -> None:
             axis.set_ylim(top=top + 0.02 * abs(top))
             axis.legend(fontsize=8, framealpha=0.85, edgecolor="none")
         axes[0].set_ylabel(f"validation loss, {unit}")
-        script.dress(
-            figure, f"{title}\ndots and legend: when each method comes to the loss that all-reduce ends with, and stays below it"
-        )

@@ -1,4 +1,4 @@
-"""Tables that compare runs of `launch.train`, one a row."""
+"""Tables that compare runs of `launch.train`, one for each row."""
 
 from collections.abc import Sequence
 import pathlib
@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 from absl import flags
 import rich.box
-import rich.table
 
 from experiments import script, trials
 from launch import command
+
+flags.disclaim_key_flags()  # as in `script`
+BYTES, STAGE_BYTES = "bytes_per_step_per_worker", "bytes_between_stages_per_step_per_worker"
 
 
 class Row(NamedTuple):
@@ -25,43 +27,40 @@ Summaries = dict[str, dict[str, float] | None]  # by the row's name; None: it di
 
 
 def choose(rows: tuple[Row, ...], names: list[str]) -> list[Row]:
-    """The rows of these names and those that they are compared with; all rows if there are no names."""
+    """Return the rows of these names and those that they are compared with; all rows if there are no names."""
     return script.choose(rows, names, *(row.reference for row in rows if row.name in names))
 
 
 def trial(row: Row, config: str, workdir: pathlib.Path, steps: int, fields: Sequence[str]) -> trials.Trial:
-    """The run of a row: so many steps of a config file such as configs/lm.py, with further fields such as "seed=1" of the config."""
-    shorthand = ",".join(filter(None, (row.shorthand, f"steps={steps}")))
+    """Return the run of a row on a config file, with further fields such as "seed=1" of the config."""
     if wrong := [field for field in fields if "=" not in field]:
         command.fail(f"--field={wrong[0]} is not FIELD=VALUE; write as in --field=seed=1")
-    given = dict(field.split("=", 1) for field in (*row.fields, *fields))
-    return trials.trial(workdir, row.name, f"{config}:{shorthand}", given)
+    shorthand = ",".join(filter(None, (row.shorthand, f"steps={steps}")))
+    return trials.trial(workdir, row.name, f"{config}:{shorthand}", dict(field.split("=", 1) for field in (*row.fields, *fields)))
 
 
 def train(rows: list[Row], config: str, workdir: pathlib.Path, steps: int, fields: Sequence[str]) -> Summaries:
-    """The summaries of all rows, each of which is trained unless it is finished; prints every loss."""
+    """Train all rows, unless that is done; print their losses and return their summaries."""
     pool = trials.Pool()
 
-    def summary(row):
+    def summary(row: Row) -> dict[str, float] | None:
         run = trial(row, config, workdir, steps, fields)
-        found = run.summary() if pool.train(run) else None
-        script.show(f"{row.name}: {found['eval_loss']:.4f}" if found else f"{row.name}: diverged")
-        return found
+        summary = run.summary() if pool.train(run) else None
+        script.show(f"{row.name}: {summary['eval_loss']:.4f}" if summary else f"{row.name}: diverged")
+        return summary
 
     return dict(zip((row.name for row in rows), pool.map(summary, rows), strict=True))
 
 
-def table(columns: tuple[str, ...], markdown: bool, title: str | None = None) -> rich.table.Table:
-    """An empty table for rows, as Markdown or for a terminal."""
-    box = rich.box.MARKDOWN if markdown else rich.box.SIMPLE_HEAD
-    return script.table(*columns, box=box, title=title, title_justify="left")
+def table(columns: Sequence[str], markdown: bool, title: str | None = None) -> script.Table:
+    """Return an empty table for rows, as Markdown or for a terminal."""
+    return script.table(*columns, box=rich.box.MARKDOWN if markdown else rich.box.SIMPLE_HEAD, title=title)
 
 
 def define_flags(workdir: str, steps: int) -> None:
-    """Defines the flags of every experiment that is a table of runs."""
+    """Define the flags of every experiment that is a table of runs."""
+    script.define("row")
     flags.DEFINE(command.FOLDER, "workdir", workdir, "A directory for each run goes here.")
-    flags.DEFINE_integer("steps", steps, "Of each run.", lower_bound=1)
-    flags.DEFINE_multi_string("row", [], "A row to train, with what it is compared with; may be repeated; none: all.")
-    script.selects("row")
+    flags.DEFINE_integer("steps", steps, "Steps of each run.", lower_bound=1)
     flags.DEFINE_multi_string("field", [], "A field of the config for all runs, as --field=seed=1; may be repeated.")
     flags.DEFINE_bool("markdown", False, "Print tables as Markdown.")

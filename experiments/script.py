@@ -1,4 +1,4 @@
-"""Functions shared by experiments: start, result folders, tables, bounds of figures, plots and JSON."""
+"""What experiments share: flags, result folders, tables, bounds of figures, plots and JSON."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
@@ -8,15 +8,27 @@ import math
 import os
 import pathlib
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from absl import flags
 import rich.box
 import rich.console
-import rich.table
+from rich.table import Table
 
 from decjax import files
 from launch import command, processes
+
+flags.disclaim_key_flags()  # Flags that `define` makes are those of the calling command, as --help shows them.
+
+
+class Named(Protocol):
+    """A row of a table of an experiment."""
+
+    @property
+    def name(self) -> str: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Named)
 
 
 def run(main: Callable[[], int | None], errors: tuple[type[Exception], ...] = ()) -> None:
@@ -27,8 +39,8 @@ def run(main: Callable[[], int | None], errors: tuple[type[Exception], ...] = ()
 
     def without_arguments(argv: list[str]) -> int | None:
         command.options_only(argv)
-        if pages := _given("pages"):
-            check_pages(pages)
+        if (pages := _given("pages")) and not any(pathlib.Path(pages).glob("*.md")):
+            command.fail(f"pages={pages!r} has no Markdown pages; give their folder, as --pages=docs/results, or leave it out")
         check_part()
         return main()
 
@@ -39,6 +51,37 @@ def run(main: Callable[[], int | None], errors: tuple[type[Exception], ...] = ()
 def _given(name: str) -> Any:
     """Return the value of a flag; None if the command does not have it."""
     return getattr(flags.FLAGS, name, None)
+
+
+def define(*names: str, out: str | None = None, rows: Sequence[Named] = ()) -> None:
+    """Define flags that several experiments have.
+
+    Args:
+        *names: of "out", a folder; "json", which is --out as a file; "results", "pages", "smoke", "row", "rate" and "peers".
+        out: default of --out; without one the flag is required.
+        rows: that the help of --row names.
+    """
+    for name in names:
+        match name:
+            case "out":
+                text = "Run directories, results and figures go here; finished runs are not repeated."
+                flags.DEFINE(command.FOLDER, "out", out, text, required=out is None)
+            case "json":
+                flags.DEFINE(command.FILE, "out", None, "JSON of everything measured.")
+            case "results":
+                flags.DEFINE(command.FILE, "results", None, "Results log, a file of JSON lines; none: OUT/results.jsonl.")
+            case "pages":
+                text = "Folder of Markdown pages whose tables are replaced, and whose figures are in ../images; none: no pages."
+                flags.DEFINE(command.FOLDER, "pages", None, text)
+            case "smoke":
+                flags.DEFINE_bool("smoke", False, "Run end to end with tiny models and synthetic data, in minutes.")
+            case "row":
+                named = f", of {'; '.join(row.name for row in rows)}" if rows else ""
+                flags.DEFINE_multi_string("row", [], f"Row of the table{named}; may be repeated; none: all rows.")
+                selects("row")
+            case "peers":
+                text = "Python interpreter with experiments/requirements-peers.txt; none: without the rows of PyTorch."
+                flags.DEFINE_string("peers", None, text)
 
 
 # -- Results ----------------------------------------------------------------------------------------------------------
@@ -95,7 +138,7 @@ def folder() -> pathlib.Path:
     return out / "smoke" if _given("smoke") else out
 
 
-def publish(name: str, table: rich.table.Table, draw: Callable[[str], None] | None = None, /, **numbers: Any) -> None:
+def publish(name: str, table: Table, draw: Callable[[str], None] | None = None, /, **numbers: Any) -> None:
     """Write a result: `numbers` to NAME.json and a figure to NAME.png in `folder()`, and the table and the figure to --pages.
 
     Args:
@@ -117,13 +160,15 @@ def publish(name: str, table: rich.table.Table, draw: Callable[[str], None] | No
         draw(str(images / f"{name}.png"))
 
 
-# -- Rows and numbers -------------------------------------------------------------------------------------------------
+def check_names(flag: str, names: Sequence[str], known: Sequence[str] | Mapping[str, object]) -> None:
+    """End a command if a flag has a name that is not known."""
+    if unknown := [name for name in names if name not in known]:
+        command.fail(f"--{flag}={unknown[0]} is unknown; use some of {'; '.join(known)}")
 
 
-def choose(rows: Sequence[Any], names: Sequence[str], *always: str) -> list[Any]:
-    """Return the rows with a name in `names` or `always`; all rows if `names` is empty."""
-    if unknown := set(names) - {row.name for row in rows}:
-        command.fail(f"row={sorted(unknown)[0]!r} is unknown; the rows are: {'; '.join(row.name for row in rows)}")
+def choose(rows: Sequence[AnyRow], names: Sequence[str], *always: str, flag: str = "row") -> list[AnyRow]:
+    """Return the rows with a name in `names`, of a flag, or in `always`; all rows if `names` is empty."""
+    check_names(flag, names, [row.name for row in rows])
     return [row for row in rows if not names or row.name in (*names, *always)]
 
 
@@ -140,59 +185,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# -- Tables -----------------------------------------------------------------------------------------------------------
-
-
-def table(*columns: str, left: int = 1, box: rich.box.Box = rich.box.MARKDOWN, **options: Any) -> rich.table.Table:
-    """Return an empty table whose first `left` columns are left-aligned (text), the others right-aligned (numbers)."""
-    table = rich.table.Table(box=box, **options)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right")
-    return table
-
-
-def show(*items: rich.table.Table | str) -> None:
-    """Print tables and lines, 140 characters wide on any terminal, so that tables can be copied to the documentation."""
-    console = rich.console.Console(width=140, highlight=False)
-    for item in items:
-        console.print(item, markup=False)
-
-
-def markdown(table: rich.table.Table) -> str:
-    """Return a table as lines of Markdown."""
-    console = rich.console.Console(width=1000, highlight=False, record=True, file=io.StringIO())
-    console.print(table, markup=False)
-    return "\n".join(line.rstrip() for line in console.export_text().splitlines() if line.strip())
-
-
-PAGES = "Folder of Markdown pages whose tables are replaced, and whose figures are in ../images; none: no pages."
-
-
-def check_pages(pages: str) -> None:
-    """End a command if --pages has no pages, before it takes hours."""
-    if not any(pathlib.Path(pages).glob("*.md")):
-        command.fail(f"pages={pages!r} has no Markdown pages; give their folder, as --pages=docs/results, or leave it out")
-
-
-def check_tables(*names: str) -> None:
-    """End a command if the pages of --pages lack a place for one of its tables."""
-    if not (pages := _given("pages")):
-        return
-    try:
-        text = "".join(page.read_text() for page in pathlib.Path(pages).glob("*.md"))
-    except (OSError, UnicodeDecodeError) as error:
-        command.fail(f"--pages={pages}: a page cannot be read ({error}); repair it, or leave --pages out")
-    if missing := [name for name in names if not _table(name).search(text)]:
-        command.fail(
-            f"--pages={pages}: no page has the line <!-- table {missing[0]} --> and <!-- end --> below it; add them, or leave --pages out"
-        )
-
-
-def _table(name: str) -> re.Pattern:
-    """The pattern of a table in a page, with the lines before and after it as groups."""
-    return re.compile(rf"(<!-- table {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def claim(out: pathlib.Path, **options: Any) -> None:
@@ -217,16 +209,60 @@ def check_path(flag: str, path: str) -> None:
         command.fail(f"--{flag}={path} does not exist; give the path of the data")
 
 
-def fill(name: str, table: rich.table.Table) -> None:
+# -- Tables -----------------------------------------------------------------------------------------------------------
+
+
+def table(*columns: str, left: int = 1, box: rich.box.Box = rich.box.MARKDOWN, **options: Any) -> Table:
+    """Return an empty table whose first `left` columns are left-aligned (text), the others right-aligned (numbers)."""
+    table = Table(box=box, title_justify="left", **options)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right")
+    return table
+
+
+def show(*items: Table | str) -> None:
+    """Print tables and lines, 140 characters wide on any terminal, so that tables can be copied to the documentation."""
+    console = rich.console.Console(width=140, highlight=False)
+    for item in items:
+        console.print(item, markup=False)
+
+
+def markdown(table: Table) -> str:
+    """Return a table as lines of Markdown."""
+    console = rich.console.Console(width=1000, highlight=False, record=True, file=io.StringIO())
+    console.print(table, markup=False)
+    return "\n".join(line.rstrip() for line in console.export_text().splitlines() if line.strip())
+
+
+def _place(name: str) -> re.Pattern[str]:
+    """Return the pattern of a table in a page, with the lines before and after it as groups."""
+    return re.compile(rf"(<!-- table {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def check_tables(*names: str) -> None:
+    """End a command if the pages of --pages lack a place for one of its tables."""
+    if not (pages := _given("pages")):
+        return
+    try:
+        text = "".join(page.read_text() for page in pathlib.Path(pages).glob("*.md"))
+    except (OSError, UnicodeDecodeError) as error:
+        command.fail(f"--pages={pages}: a page cannot be read ({error}); repair it, or leave --pages out")
+    if missing := [name for name in names if not _place(name).search(text)]:
+        command.fail(
+            f"--pages={pages}: no page has the line <!-- table {missing[0]} --> and <!-- end --> below it; add them, or leave --pages out"
+        )
+
+
+def fill(name: str, table: Table) -> None:
     """Write a table between `<!-- table NAME -->` and `<!-- end -->` in the pages of --pages that have these lines."""
     for page in sorted(pathlib.Path(pages).glob("*.md")) if (pages := _given("pages")) else ():
         before = page.read_text()
-        after = _table(name).sub(lambda match: f"{match[1]}{markdown(table)}\n{match[2]}", before)
+        after = _place(name).sub(lambda match: f"{match[1]}{markdown(table)}\n{match[2]}", before)
         if after != before:
             files.write_whole(page, after)
 
 
-def report(name: str, table: rich.table.Table) -> None:
+def report(name: str, table: Table) -> None:
     """Print a table and write it to its place in --pages."""
     show(table)
     fill(name, table)
@@ -240,9 +276,6 @@ def ms(seconds: float) -> str:
 def difference(value: float, reference: float, digits: int = 1) -> str:
     """Return the difference of a value from a reference, in percent of the reference."""
     return f"{100 * (value / reference - 1):+.{digits}f} %"
-
-
-# -- Bounds of figures ------------------------------------------------------------------------------------------------
 
 
 class Check(NamedTuple):
@@ -260,7 +293,7 @@ class Check(NamedTuple):
         return self.figure <= self.bound if self.at_most else self.figure >= self.bound
 
 
-def tabulate(checks: list[Check]) -> rich.table.Table:
+def tabulate(checks: list[Check]) -> Table:
     """Return a table of checks: figure, bound, and whether it is met."""
     rows = table("figure", "at", "measured", "asked", "met")
     for check in checks:
@@ -276,22 +309,22 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 
 
 @contextlib.contextmanager
-def panels(path: str, count: int, size: tuple[float, float], dpi: int = 150) -> Iterator[tuple[Any, Any]]:
-    """Context manager with a figure and its `count` axes in a row; the figure is written to `path` at the end."""
+def panels(path: str, count: int, size: tuple[float, float], caption: str = "", dpi: int = 150) -> Iterator[Any]:
+    """Context manager with the `count` axes of a figure in a row; at the end the figure is written to `path`.
+
+    A figure with a caption has light grids and no frames.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
-    yield figure, axes[0]
-    figure.savefig(path, dpi=dpi)
-    plt.close(figure)
-
-
-def dress(figure: Any, caption: str) -> None:
-    """Give a figure light grids, no frames, and a caption on top."""
-    for axis in figure.axes:
+    yield axes[0]
+    for axis in figure.axes if caption else ():
         axis.grid(alpha=0.25, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(caption, fontsize=9, color="0.35")
+    if caption:
+        figure.suptitle(caption, fontsize=9, color="0.35")
+    figure.savefig(path, dpi=dpi)
+    plt.close(figure)

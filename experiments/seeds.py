@@ -5,14 +5,17 @@ import math
 import statistics
 from typing import NamedTuple
 
-FACTOR, MOST_RATES = 2.0, 8  # between neighbouring rates; of a grid
+from experiments.trials import Trial
+
+FACTOR, MOST_RATES = 2.0, 8  # ratio of neighbouring rates; maximum size of a grid
 _ROUNDING = 1e-9  # Intervals that touch, such as those of counts, overlap whatever their last bits are.
 
 
 def best_rate(measure: Callable[[float], float], grid: Sequence[float]) -> tuple[float, dict[float, float]]:
-    """The learning rate with the least loss, and all that were tried; a grid of several whose best is at its edge is extended.
+    """Return the learning rate with the smallest loss, and the losses of all rates.
 
-    Runs that diverge have an infinite loss; where all do, smaller rates are tried.
+    A grid of several rates is extended while the best is at its edge. Runs that diverge have an infinite loss; if all do, smaller
+    rates are tried.
     """
     losses = {rate: measure(rate) for rate in grid}
     while True:
@@ -28,23 +31,28 @@ class Spread(NamedTuple):
 
     mean: float
     sigma: float
-    count: int
+    size: int  # number of seeds
 
     @property
     def error(self) -> float:
-        """2σ of the mean: the half of its interval; nan for a single seed."""
-        return 2 * self.sigma / math.sqrt(self.count)
+        """Return 2σ of the mean, the half of its interval; nan for a single seed."""
+        return 2 * self.sigma / math.sqrt(self.size)
 
     def text(self, digits: int) -> str:
-        """As "27.71 ± 0.09", the mean and 2σ of one seed's value; the mean alone of a single seed."""
-        return f"{self.mean:.{digits}f}" + (f" ± {2 * self.sigma:.{digits}f}" if self.count > 1 else "")
+        """Return a text such as "27.71 ± 0.09", the mean and 2σ of one seed's value; for a single seed the mean alone."""
+        return f"{self.mean:.{digits}f}" + (f" ± {2 * self.sigma:.{digits}f}" if self.size > 1 else "")
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of one value for each seed; all nan if one is."""
+    """Return the spread of one value for each seed; all nan if one is."""
     if any(map(math.isnan, values)):
         return Spread(math.nan, math.nan, len(values))
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan, len(values))
+
+
+def text(runs: Sequence[Trial], name: str, digits: int, scale: float = 1.0) -> str:
+    """Return the spread of an entry of the runs' summaries as text; "diverged" if there are no runs."""
+    return spread([scale * run.summary()[name] for run in runs]).text(digits) if runs else "diverged"
 
 
 def apart(one: Spread, other: Spread) -> bool:

@@ -1,10 +1,10 @@
-"""What overlap and few neighbours gain on slow links: one table, from one interleaved run, with PyTorch's peers in it.
+"""What overlap and few neighbors gain on slow links: one table, from one interleaved run, with PyTorch's peers.
 
     python -m experiments.speedup --rates=50mbit,100mbit,200mbit --peers=.venv-peers/bin/python --out=runs/speedup.json
 
 Four emulated hosts (launch.cluster: root and iproute2), a transformer of 5.9M parameters, 8 sequences of 128 tokens per worker
 and step, float32, one process a host and a core for two of them; "2 a host" rows have two processes a host. The peers, PyTorch's
-DDP and decent-dp, need a Python with experiments/requirements-peers.txt; without it their rows say so.
+DDP and decent-dp, need a Python with experiments/requirements-peers.txt.
 
 Rows take turns; a figure is the median over the rounds of the mean time of a step. X is the time in which a link carries the
 parameters once: P bytes over the throughput of one TCP connection, measured in the same run.
@@ -16,13 +16,12 @@ import statistics
 from typing import NamedTuple
 
 from absl import flags
-import rich.table
 
 from experiments import script
 from experiments.bench.cluster.systems import ERRORS, WHOLE, Row, Runner, decjax, interleaved, torch
 from experiments.methods import ALONE, HOSTS, ONE_PEER, RING, SHORTHANDS, STALE, SYNC
 from experiments.script import Check
-from launch import cluster, command
+from launch import cluster
 
 FLAGS = flags.FLAGS
 
@@ -48,24 +47,24 @@ ROWS = (
 
 
 class Measured(NamedTuple):
-    """What was measured at one rate."""
+    """Measurements at one rate."""
 
-    rate: str  # of the links, as given
+    rate: str  # of the links
     throughput_Bps: float  # of one TCP connection, bytes per second
     step_s: dict[str, list[float]]  # row -> seconds per step, one per visit
     sent_bytes: dict[str, float]  # row -> bytes per step over the busiest link
 
     def time_s(self, row: str) -> float:
-        """A row's median seconds per step; nan for a row that did not run."""
+        """Return a row's median seconds per step; nan for a row that did not run."""
         return statistics.median(self.step_s.get(row) or [float("nan")])
 
     def once_s(self, num_bytes: float) -> float:
-        """X: seconds in which a link carries the parameters once."""
+        """Return X, the seconds in which a link carries the parameters once."""
         return num_bytes / self.throughput_Bps
 
 
 def measure(runner: Runner, rows: list[Row], rate: str, rounds: int, steps: Callable[[Row], int] = lambda row: 1) -> Measured:
-    """Measures all rows at one rate: visits them in turn, `rounds` times, for at least `steps(row)` steps each."""
+    """Measure all rows at one rate: visit them in turn, `rounds` times, for at least `steps(row)` steps each."""
     runner.network.set_rate(rate)
     throughputs, step_s, sent_bytes = [], collections.defaultdict(list), collections.defaultdict(list)
     for k, (row, visit) in enumerate(interleaved(runner, rows, rounds, steps)):
@@ -78,11 +77,8 @@ def measure(runner: Runner, rows: list[Row], rate: str, rounds: int, steps: Call
     return Measured(rate, statistics.median(throughputs), dict(step_s), median_bytes)
 
 
-# -- What is asked of the figures -------------------------------------------------------------------------------------
-
-
 def checks(measured: Measured, num_bytes: float) -> list[Check]:
-    """The checks of overlap at one rate; nan (not met) where a row did not run.
+    """Return the checks of overlap at one rate; nan (not met) for a row that did not run.
 
     With c the time of a step without communication and X that of the parameters on the link, an exchange that overlaps completely
     gives a step of max(c, X), a speed-up of (c + 2(n−1)/n·X) / max(c, X) over synchronous all-reduce. PyTorch's rows are divided by
@@ -93,10 +89,10 @@ def checks(measured: Measured, num_bytes: float) -> list[Check]:
     limit = max(c, X)
     ideal = (c + 2 * (HOSTS - 1) / HOSTS * X) / limit
 
-    def relative(row, alone):
+    def relative(row: str, alone: str) -> float:
         return time_s(row) / time_s(alone)
 
-    def against_decent(row):
+    def against_decent(row: str) -> float:
         return relative(DECENT, TORCH_ALONE) / relative(row, ALONE)
 
     aer = relative(DECENT_AER, TORCH_ALONE_2) / relative(AER, ALONE_2)
@@ -115,11 +111,8 @@ def checks(measured: Measured, num_bytes: float) -> list[Check]:
     return found
 
 
-# -- The tables -------------------------------------------------------------------------------------------------------
-
-
-def tabulate(measured: list[Measured], rows: list[Row], refused: dict[str, str]) -> rich.table.Table:
-    """A table of milliseconds per step, and their ratio to the step without communication, for every rate."""
+def tabulate(measured: list[Measured], rows: list[Row], refused: dict[str, str]) -> script.Table:
+    """Return milliseconds per step, and their ratio to the step without communication, for every rate."""
     table = script.table("ms per step (÷ no communication)", *(at.rate for at in measured), "MB out of a host")
     for row in rows:
         if row.name in refused:
@@ -141,16 +134,13 @@ def main() -> None:
     script.show(tabulate(measured, rows, runner.refused), script.tabulate(found))
     for at in measured:
         script.show(f"{at.rate}: {at.throughput_Bps * 8 / 1e6:.1f} Mbit/s one way, X = {script.ms(at.once_s(num_bytes))} ms")
-    script.show(*(f"{name} cannot run: {why}" for name, why in runner.refused.items()))
+    script.show(*runner.refusals)
     script.save(FLAGS.out, num_bytes=num_bytes, refused=runner.refused, measured=[at._asdict() for at in measured])
 
 
 if __name__ == "__main__":
-    flags.DEFINE(cluster.Rates(), "rates", ["50mbit", "100mbit", "200mbit"], "Of every link, both ways.")
+    script.define("json", "row", "peers", rows=ROWS)
+    flags.DEFINE(cluster.Rates(), "rates", ["50mbit", "100mbit", "200mbit"], "Rates of every link, both ways.")
     script.selects("rates")
     flags.DEFINE_integer("rounds", 3, "Visits of each row at each rate.", lower_bound=1)
-    flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt, for the rows of PyTorch.")
-    flags.DEFINE_multi_string("row", [], "A row to measure, may be repeated; none: all.")
-    script.selects("row")
-    flags.DEFINE(command.FILE, "out", None, "JSON of everything measured.")
     script.run(main, ERRORS)

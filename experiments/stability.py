@@ -1,8 +1,8 @@
 """The largest learning rate with which training settles: what it costs to exchange parameters while the gradient is computed.
 
-Every worker has the gradient h x at its parameters x, one coordinate of a quadratic, without noise. Where Adam's second moment is at
-rest (h is then the curvature ÷ √V), a period of steps is a linear map of all workers' parameters and moments. They settle if the
-moduli of its eigenvalues are below one; that limits α h, the learning rate times the curvature. Closed forms, β = β1:
+Every worker has the gradient h x at its parameters x, one coordinate of a quadratic, without noise. With a stationary second moment of
+Adam (h is then the curvature ÷ √V), a period of steps is a linear map of all workers' parameters and moments. It is stable if the
+moduli of its eigenvalues are below one, which limits α h, the learning rate times the curvature. Closed forms, β = β1:
 
                                            Adam                   AccumAdam, s ≥ 2
     all-reduce                             2 (1 + β) / (1 − β)    2 / (1 − β)
@@ -10,14 +10,14 @@ moduli of its eigenvalues are below one; that limits α h, the learning rate tim
     order "awc", complete graph            (1 + β) / (1 − β)      1 / (1 − β)
     all-reduce, one step stale             1
 
-In order "awc" a worker's newest step is not averaged yet. If it overshoots, that worker alone must take it back, which halves the largest
+In order "awc" a worker's newest step is not averaged yet. If it overshoots, that worker alone must correct it, which halves the largest
 rate. `experiments.paper --only=stability` makes the table and the figure.
 """
 
 from collections.abc import Sequence
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from decjax import topology
 from experiments import script
 
 WORKERS = 8
-LOWEST, HIGHEST, POINTS = 1e-2, 1e3, 100  # α h where a limit is looked for
+LOWEST, HIGHEST, POINTS = 1e-2, 1e3, 100  # α h among which a limit is searched
 DECAYS = tuple(np.linspace(0.0, 0.975, 118))  # of the figure
 
 
@@ -37,12 +37,11 @@ class Optimizer(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As tables call it."""
         return f"{'Adam' if self.window == 1 else 'AccumAdam'}, β1 = {self.decay:g}" + f", s = {self.window}" * (self.window > 1)
 
 
 class Scheme(NamedTuple):
-    """What is exchanged, and when."""
+    """A communication scheme."""
 
     order: str  # "mean": of gradients, "stale": the same one step late; "awc" or "atc": of parameters
     graph: str = "complete"
@@ -56,19 +55,11 @@ SCHEMES = {
     "awc, complete": Scheme("awc"),
     "awc, one-peer": Scheme("awc", "one_peer_exponential"),
 }
-OPTIMIZERS = (
-    Optimizer(0.8),
-    Optimizer(0.9),
-    Optimizer(0.974),
-    Optimizer(0.9, 2),
-    Optimizer(0.8, 4),
-    Optimizer(0.9, 4),
-    Optimizer(0.9, 8),
-)
+OPTIMIZERS = [Optimizer(beta, s) for beta, s in ((0.8, 1), (0.9, 1), (0.974, 1), (0.9, 2), (0.8, 4), (0.9, 4), (0.9, 8))]
 
 
 def growth(rate: float, optimizer: Optimizer, order: str, matrices: Sequence[np.ndarray]) -> float:
-    """The largest modulus of an eigenvalue of a period's map, per step; `rate` is α h, `matrices` are W of each phase."""
+    """Return the largest modulus of an eigenvalue of a period's map, per step; `rate` is α h, `matrices` are W of each phase."""
     beta, s, n = optimizer.decay, optimizer.window, len(matrices[0])
     period, J = math.lcm(len(matrices), s), np.full((n, n), 1 / n)
     x, M, B, before = np.split(np.eye(4 * n), 4)  # parameters, moment, mean of the window, the step before's gradient
@@ -86,32 +77,32 @@ def growth(rate: float, optimizer: Optimizer, order: str, matrices: Sequence[np.
 
 @functools.cache
 def limit(optimizer: Optimizer, scheme: Scheme) -> float:
-    """The largest α h up to which all smaller ones settle."""
+    """Return the largest α h up to which all smaller ones are stable."""
     made = topology.make(scheme.graph, WORKERS)
     matrices = [made.matrix(phase) for phase in range(made.period)]
-    settles = lambda rate: growth(rate, optimizer, scheme.order, matrices) <= 1 + 1e-9
+    is_stable = lambda rate: growth(rate, optimizer, scheme.order, matrices) <= 1 + 1e-9
     least = LOWEST
     for most in np.geomspace(LOWEST, HIGHEST, POINTS):
-        if not settles(most):
+        if not is_stable(most):
             break
         least = most
     else:
         return math.inf
     while most - least > 1e-6 * most:
         middle = (least + most) / 2
-        least, most = (middle, most) if settles(middle) else (least, middle)
+        least, most = (middle, most) if is_stable(middle) else (least, middle)
     return float(least)
 
 
 def run(smoke: bool) -> dict[str, dict[str, float]]:
-    """The limits of each optimizer, by scheme."""
+    """Return the limits of each optimizer, by scheme."""
     return {
         made.name: {name: limit(made, scheme) for name, scheme in SCHEMES.items()} for made in OPTIMIZERS[: 1 if smoke else None]
     }
 
 
-def tabulate(found: dict[str, dict[str, float]]) -> Any:
-    """A row for each optimizer."""
+def tabulate(found: dict[str, dict[str, float]]) -> script.Table:
+    """Return a row for each optimizer."""
     table = script.table("largest α h", *SCHEMES)
     for name, limits in found.items():
         table.add_row(name, *(f"{limits[scheme]:.2f}" for scheme in SCHEMES))
@@ -119,8 +110,9 @@ def tabulate(found: dict[str, dict[str, float]]) -> Any:
 
 
 def draw(path: str, smoke: bool) -> None:
-    """The limits against β1, for Adam and for AccumAdam."""
-    with script.panels(path, 2, (10.0, 4.0)) as (figure, axes):
+    """Draw the limits against β1, for Adam and for AccumAdam."""
+    caption = f"The largest learning rate α for a curvature h, {WORKERS} workers"
+    with script.panels(path, 2, (10.0, 4.0), caption) as axes:
         for axis, window in zip(axes, (1, 4)):
             for color, (name, scheme) in zip(("0.8", *script.COLORS), SCHEMES.items()):
                 decays = DECAYS[:: 60 if smoke else 1]
@@ -130,4 +122,3 @@ def draw(path: str, smoke: bool) -> None:
             axis.set(xlabel="β1", title="Adam" if window == 1 else f"AccumAdam, s = {window}")
         axes[0].set(ylabel="largest α h")
         axes[0].legend(frameon=False, fontsize=8)
-        script.dress(figure, f"The largest learning rate α for a curvature h, {WORKERS} workers")

@@ -1,13 +1,13 @@
-"""Waiting for the slowest: real processes whose compute times jitter, and what the cost model says of them.
+"""Waiting for the slowest: real processes whose compute times jitter, and the prediction of the cost model.
 
     python -m experiments.stragglers --hosts=8 --jitter_ms=50
 
-Eight emulated hosts with free links (launch.cluster: root and iproute2). A worker's gradient is that of a tiny model behind a pause
+Eight emulated hosts with unlimited links (launch.cluster: root and iproute2). A worker's gradient is that of a tiny model after a pause
 of 50 ms plus an exponential variable of mean `jitter_ms`, drawn for every worker and step: pausing keeps no core busy, so
 eight hosts fit on a machine of two cores.
 
-The model gets two numbers, from steps without jitter in the same run: a step without communication, and what all-reduce adds to
-it, which gives the latency of a hop. The rest is predicted: who waits for whom.
+The model uses two numbers, from steps without jitter in the same run: the time of a step without communication, and the additional
+time of all-reduce, which gives the latency of a hop. The waiting times are predicted.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ METHODS = (ALONE, SYNC, STALE, ONE_PEER, RING)
 
 
 def measure(runner: Runner, compute_s: float, jitters_s: Sequence[float], steps: int, rounds: int) -> list[dict[str, float]]:
-    """Median seconds per step by method, for every mean of the jitter; methods take turns."""
+    """Return the median seconds per step by method, for every mean of the jitter; methods take turns."""
     rows = [decjax(name, SHORTHANDS[name], model=TINY, batch_size=1, pauses=True) for name in METHODS]
     for row in rows:
         runner.prepare(row, needed=True)
@@ -42,7 +42,7 @@ def measure(runner: Runner, compute_s: float, jitters_s: Sequence[float], steps:
 
 
 def predict(steady_s: dict[str, float], hosts: int, jitter_s: float) -> dict[str, float]:
-    """Predicted seconds per step with jitter of mean `jitter_s`, from those measured without jitter."""
+    """Return the predicted seconds per step with jitter of mean `jitter_s`, from those measured without jitter."""
     hop_s = max(0.0, steady_s[SYNC] - steady_s[ALONE]) / (2 * (hosts - 1))
     link = costmodel.Link(hop_s, 1e12)  # The messages are tiny.
     emulated = costmodel.Cluster("emulated", hosts, 1, link, link)
@@ -66,7 +66,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_integer("hosts", 8, "Hosts, one process each.", lower_bound=2)
-    flags.DEFINE_float("compute_ms", 50.0, "What every step pauses at least.", lower_bound=0.0)
+    flags.DEFINE_float("compute_ms", 50.0, "Minimum pause of every step.", lower_bound=0.0)
     flags.DEFINE_float("jitter_ms", 50.0, "Mean of the exponential variable.", lower_bound=0.0)
     flags.DEFINE_integer("steps", 60, "Steps of a visit.", lower_bound=2)
     flags.DEFINE_integer("rounds", 3, "Visits of each method, with and without jitter.", lower_bound=1)

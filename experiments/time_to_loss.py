@@ -12,12 +12,12 @@ of experiments.speedup on a megabyte of Python's standard library; with --multi3
 1. Each method is tuned in simulation, without a network: three learning rates, and further ones while the best is at an edge. A method that
    does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.5 or 2 times as many with which it does; if
    none is enough, those with the least loss.
-2. The methods train on the emulated cluster, one after the other, in so many rounds, each with a seed of its own.
-3. The forecast: before each round launch.calibrate measures the cluster, and from that the cost model predicts how long a step takes.
-   Runs of the same seeds in simulation tell how many steps each method needs. The product of both is compared with the seconds.
+2. The methods train on the emulated cluster, one after the other, in several rounds, each with its own seed.
+3. The forecast: before each round launch.calibrate measures the cluster, and from that the cost model predicts the time of a step.
+   Simulated runs with the same seeds give the number of steps that each method needs. Their product is compared with the seconds.
 
-Seconds are those of training: neither compiling nor evaluating counts. What is finished in `--out` is not repeated, so an
-interrupted command goes on where it was; the table and the figure are made from the run directories there.
+Seconds are those of training, without compilation and evaluation. Finished runs in `--out` are not repeated, so an interrupted command
+continues; the table and the figure are made from the run directories there.
 """
 
 from collections.abc import Mapping
@@ -30,10 +30,11 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from decjax import costmodel
-from experiments import cluster_runtime, contents, methods, race, script, seeds, trials
+from experiments import cluster_runtime, methods, race, script, seeds, trials
 from experiments.bench.cluster import systems, twins
 from experiments.bench.cluster.group import Failed, done
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, STALE, SYNC
+from experiments.trials import Trial
 from launch import cluster, command
 
 FLAGS = flags.FLAGS
@@ -42,34 +43,33 @@ INT8, ACCUM = f"{ONE_PEER}, int8", f"{ONE_PEER}, AccumAdamW"
 ACCUM_INT8 = f"{ACCUM}, int8"
 ACCUMULATING = "optimizer=accum_adamw(window=2)"
 TRAINED = {
-    SYNC: SHORTHANDS[SYNC],
-    STALE: SHORTHANDS[STALE],
-    ONE_PEER: SHORTHANDS[ONE_PEER],
+    **{method: SHORTHANDS[method] for method in (SYNC, STALE, ONE_PEER)},
     ACCUM: f"{SHORTHANDS[ONE_PEER]},{ACCUMULATING}",
     INT8: SHORTHANDS[INT8],
     ACCUM_INT8: f"{SHORTHANDS[INT8]},{ACCUMULATING}",
 }
-PEERS = {"PyTorch DDP": ("ddp", SYNC), "decent-dp, one-peer exponential": ("decent_dp", ONE_PEER)}  # by which twins
+PEERS = {"PyTorch DDP": ("ddp", SYNC), "decent-dp, one-peer exponential": ("decent_dp", ONE_PEER)}  # with their twins
 BUCKET = 2**21  # bytes of gossip's messages
 LONGER = (1.0, 1.5, 2.0)  # times the steps of all-reduce
-GRID = (2e-3, 4e-3, 8e-3)  # the learning rates that every method begins with
+GRID = (2e-3, 4e-3, 8e-3)  # the first learning rates of every method
 SMOKE_TUNING = (SYNC, ACCUM_INT8), (8e-3,), (1.0,)  # methods, grid and lengths
+SIZES = ("steps", "batch_size", "every")  # flags that replace those of the job
 
 
 class Job(NamedTuple):
-    """What is learned."""
+    """A task and its model."""
 
     name: str  # of tables and figures
     config: str  # config file
     model: Mapping[str, int]  # options of the model
-    small: Mapping[str, int]  # the same of a tiny one
-    about: str  # words for the figure
+    small: Mapping[str, int]  # those of a tiny one
+    about: str  # description in the figure
     unit: str  # of its loss
     steps: int  # of all-reduce
     batch_size: int  # sequences, or pairs of the longest sentences, of a worker; of shorter pairs more
     every: int  # steps between evaluations
     fields: Mapping[str, Any] = {}  # of the config
-    score: str = ""  # what is scored on test data at the end, as "bleu"; "": nothing
+    score: str = ""  # score on test data at the end, as "bleu"; "": none
 
 
 TEXT = Job(
@@ -100,18 +100,18 @@ TRANSLATION = Job(
 
 
 class Setup(NamedTuple):
-    """What every run has in common."""
+    """What all runs have in common."""
 
     job: Job
     path: pathlib.Path  # of the data
-    pool: trials.Pool  # makes the simulated runs
+    pool: trials.Pool  # of the simulated runs
     methods: tuple[str, ...]  # names in TRAINED
     grid: tuple[float, ...]  # learning rates; a single one is not extended
-    longer: tuple[float, ...]  # times the steps, for a method that needs more to all-reduce's loss
+    longer: tuple[float, ...]  # times the steps, for a method that needs more to reach all-reduce's loss
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields of the config."""
+        """Return the fields of the config."""
         job = self.job
         return {
             **{f"model.{key}": value for key, value in job.model.items()},
@@ -129,64 +129,59 @@ class Setup(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """What tuning found for a method."""
+    """The learning rate and the number of steps of a method."""
 
-    rate: float  # learning rate
+    rate: float
     steps: int
 
 
-def trial(method: str, setup: Setup, tuned: Tuned, workdir: pathlib.Path, seed: int, simulate: bool) -> trials.Trial:
-    """A run of launch.train."""
-    shorthand = ",".join([TRAINED[method], f"workers={HOSTS}", f"steps={tuned.steps}", *(["simulate"] if simulate else [])])
-    bucket_bytes = systems.WHOLE if "allreduce" in shorthand else BUCKET  # What is quickest for each.
+def trial(method: str, setup: Setup, tuned: Tuned, workdir: pathlib.Path, seed: int, simulate: bool) -> Trial:
+    """Return a run of launch.train."""
+    shorthand = f"{TRAINED[method]},workers={HOSTS},steps={tuned.steps}" + ",simulate" * simulate
+    bucket_bytes = systems.WHOLE if "allreduce" in shorthand else BUCKET  # the fastest of each
     fields = setup.fields | {"schedule.learning_rate": tuned.rate, "seed": seed, "bucket_bytes": bucket_bytes}
-    return trials.Trial(workdir, f"{setup.job.config}:{shorthand}", tuple(fields.items()))
+    return Trial(workdir, f"{setup.job.config}:{shorthand}", tuple(fields.items()))
 
 
-# -- Rates ------------------------------------------------------------------------------------------------------------
-
-
-def simulated(out: pathlib.Path, method: str, tuned: Tuned) -> pathlib.Path:
-    """Where a simulated run is."""
-    return out / "tuning" / trials.name_of(method) / f"{tuned.rate:.3g}_{tuned.steps}"
+# -- Tuning -----------------------------------------------------------------------------------------------------------
 
 
 def simulate(out: pathlib.Path, setup: Setup, method: str, tuned: Tuned) -> float:
-    """The loss at the end of a simulated run, which is made unless it is there; infinite if it diverged."""
-    workdir = simulated(out, method, tuned)
+    """Return the final loss of a simulated run, which is trained unless that is done; infinite if it diverged."""
+    workdir = out / "tuning" / trials.name_of(method) / f"{tuned.rate:.3g}_{tuned.steps}"
     ended = setup.pool.train(trial(method, setup, tuned, workdir, seed=99, simulate=True))
     return race.read(workdir)[-1].loss if ended else math.inf
 
 
 def tune(out: pathlib.Path, setup: Setup) -> dict[str, Tuned]:
-    """The best learning rate of every method, and the steps it needs to all-reduce's loss, found in simulated runs, two at a time."""
+    """Return the best learning rate of every method, and the steps it needs to all-reduce's loss, from simulated runs."""
 
     def rate_of(method: str) -> tuple[float, dict[float, float]]:
         return seeds.best_rate(lambda rate: simulate(out, setup, method, Tuned(rate, setup.job.steps)), setup.grid)
 
-    found = dict(zip(setup.methods, setup.pool.map(rate_of, setup.methods)))
-    if math.isinf(goal := min(found[SYNC][1].values())):
+    rates = dict(zip(setup.methods, setup.pool.map(rate_of, setup.methods)))
+    if math.isinf(goal := min(rates[SYNC][1].values())):
         raise Failed(f"no simulated run of {SYNC} ended; its output has the reason")
-    lengths = setup.pool.map(lambda method: lengthened(out, setup, method, found[method][0], goal), setup.methods)
-    for method, tuned in zip(setup.methods, lengths):
-        tried = ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(found[method][1].items()))
+
+    def lengthened(method: str) -> Tuned:
+        """Return the fewest steps with which it ends `race.NEAR` below the goal; if none do, those with the smallest loss."""
+        losses: dict[Tuned, float] = {}
+        for share in (1.0,) if method == SYNC else setup.longer:
+            tuned = Tuned(rates[method][0], round(share * setup.job.steps))
+            losses[tuned] = simulate(out, setup, method, tuned)
+            if losses[tuned] <= goal - race.NEAR:
+                return tuned
+        return min(losses, key=lambda tuned: losses[tuned])
+
+    lengths = dict(zip(setup.methods, setup.pool.map(lengthened, setup.methods)))
+    for method, tuned in lengths.items():
+        tried = ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(rates[method][1].items()))
         script.show(f"{method}: {tuned.steps} steps at learning rate {tuned.rate:.3g} of {tried}")
-    return dict(zip(setup.methods, lengths))
-
-
-def lengthened(out: pathlib.Path, setup: Setup, method: str, rate: float, goal: float) -> Tuned:
-    """The fewest steps with which a simulated run ends `race.NEAR` below all-reduce's loss, `goal`; if none does, those with the least."""
-    losses: dict[Tuned, float] = {}
-    for share in (1.0,) if method == SYNC else setup.longer:
-        tuned = Tuned(rate, round(share * setup.job.steps))
-        losses[tuned] = simulate(out, setup, method, tuned)
-        if losses[tuned] <= goal - race.NEAR:
-            return tuned
-    return min(losses, key=lambda tuned: losses[tuned])
+    return lengths
 
 
 def same(workdir: pathlib.Path, tuned: Tuned) -> None:
-    """Refuses a finished run that has another rate or length than tuning gives now."""
+    """Refuse a finished run whose rate or length differs from the tuned ones."""
     config = json.loads((workdir / "config.json").read_text())
     made = Tuned(config["schedule"]["learning_rate"], config["steps"])
     if made != tuned:
@@ -197,70 +192,61 @@ def same(workdir: pathlib.Path, tuned: Tuned) -> None:
 
 
 def simulated_round(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
-    """Where the simulation of a run on the emulated cluster is."""
+    """Return the run directory of the simulation of a run on the emulated cluster."""
     return out / f"simulated{seed}" / trials.name_of(method)
 
 
+def measured(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
+    """Return the run directory of a run on the emulated cluster."""
+    return out / f"round{seed}" / trials.name_of(method)
+
+
+def profile(out: pathlib.Path, seed: int) -> pathlib.Path:
+    """Return the path of the profile that was measured before a round."""
+    return out / f"round{seed}" / "profile.json"
+
+
 def simulate_rounds(out: pathlib.Path, setup: Setup, tuned: dict[str, Tuned], rounds: int) -> None:
-    """Trains every method in simulation with the seeds of all rounds, two at a time."""
-    each = [(method, seed) for seed in range(rounds) for method in tuned]
-    for method, seed in each:
-        if trials.finished(workdir := simulated_round(out, method, seed)):
-            same(workdir, tuned[method])
-    runs = [trial(method, setup, tuned[method], simulated_round(out, method, seed), seed, simulate=True) for method, seed in each]
-    for (method, seed), ended in zip(each, setup.pool.make(runs), strict=True):
+    """Train every method in simulation with the seeds of all rounds, two at a time."""
+    keys = [(method, seed) for seed in range(rounds) for method in tuned]
+    runs = [trial(method, setup, tuned[method], simulated_round(out, method, seed), seed, simulate=True) for method, seed in keys]
+    for (method, _), run in zip(keys, runs, strict=True):
+        if run.finished:
+            same(run.workdir, tuned[method])
+    for (method, seed), ended in zip(keys, setup.pool.make(runs), strict=True):
         if not ended:
             raise Failed(f"{method} diverged in simulation with seed {seed}; --rounds={seed} leaves it out")
 
 
-def modelled(workload: costmodel.Workload) -> dict[str, costmodel.Method]:
-    """The methods as the cost model knows them: AccumAdamW sends what AdamW sends, and int8 costs what its update was measured to."""
-    known = methods.modelled(HOSTS)
-    exact, coded = known[ONE_PEER], costmodel.compressed(workload.compressed[0])
-    return {SYNC: known[SYNC], STALE: known[STALE], ONE_PEER: exact, ACCUM: exact, INT8: coded, ACCUM_INT8: coded}
-
-
-def profile(out: pathlib.Path, seed: int) -> pathlib.Path:
-    """Where what was measured before a round is."""
-    return out / f"round{seed}" / "profile.json"
-
-
 def calibrate(network: cluster.Network, path: pathlib.Path, setup: Setup, seconds: float) -> None:
-    """Measures the emulated cluster with launch.calibrate, and writes the profile, unless it is there."""
+    """Measure the emulated cluster with launch.calibrate and write the profile, unless that is done."""
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
-        data: dict[str, Any] = {"data.path": str(setup.path)}
-        measured, workload = cluster_runtime.calibrate(
-            network,
-            FLAGS.rate,
-            seconds,
-            setup.job.batch_size,
-            compressed=[SHORTHANDS[INT8]],
-            model=setup.job.model,
-            bucket_bytes=BUCKET,
-            config=setup.job.config,
-            **data,
+        job, data = setup.job, {"data.path": str(setup.path)}
+        cluster_, workload = cluster_runtime.calibrate(
+            network, FLAGS.rate, seconds, job.batch_size, [SHORTHANDS[INT8]], job.model, BUCKET, job.config, data
         )
-        costmodel.save(path, measured, workload)
+        costmodel.save(path, cluster_, workload)
 
 
 def predict(path: pathlib.Path) -> dict[str, float]:
-    """The seconds per step that the cost model predicts from a profile, by method."""
+    """Return the seconds per step that the cost model predicts from a profile, by method.
+
+    AccumAdamW sends the same as AdamW.
+    """
     cluster_, workload = costmodel.load(path)
     assert workload is not None  # Calibration always writes one.
-    return {name: costmodel.predict(cluster_, workload, method).mean_s for name, method in modelled(workload).items()}
+    known = methods.modelled(HOSTS)
+    exact, coded = known[ONE_PEER], costmodel.compressed(workload.compressed[0])
+    modelled = {SYNC: known[SYNC], STALE: known[STALE], ONE_PEER: exact, ACCUM: exact, INT8: coded, ACCUM_INT8: coded}
+    return {name: costmodel.predict(cluster_, workload, method).mean_s for name, method in modelled.items()}
 
 
 # -- Runs -------------------------------------------------------------------------------------------------------------
 
 
-def measured(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
-    """Where a run on the emulated cluster is."""
-    return out / f"round{seed}" / trials.name_of(method)
-
-
 def train(network: cluster.Network, out: pathlib.Path, setup: Setup, tuned: dict[str, Tuned], rounds: int) -> None:
-    """Trains every method on the emulated cluster, `rounds` times; a peer takes the learning rate and steps of its twin.
+    """Train every method on the emulated cluster, `rounds` times; a peer has the learning rate and steps of its twin.
 
     Each round begins with a calibration, so that rounds may be of different machines.
     """
@@ -268,7 +254,7 @@ def train(network: cluster.Network, out: pathlib.Path, setup: Setup, tuned: dict
         calibrate(network, profile(out, seed), setup, 2.0 if FLAGS.smoke else 60.0)
         for method in [*tuned, *(peer for peer, (_, twin) in PEERS.items() if FLAGS.peers and twin in tuned)]:
             workdir = measured(out, method, seed)
-            if trials.finished(workdir):
+            if Trial(workdir).finished:
                 if method in tuned:
                     same(workdir, tuned[method])
                 continue
@@ -282,19 +268,17 @@ def train(network: cluster.Network, out: pathlib.Path, setup: Setup, tuned: dict
             done(method, code)
 
 
-# -- Results ----------------------------------------------------------------------------------------------------------
-
-
 def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str) -> dict[str, race.Result]:
-    """Every method's result, from the run directories; `score` is that of the job."""
+    """Return every method's result, from the run directories; `score` is that of the job."""
     places = measured, simulated_round
     goals, simulated_goals = ([race.read(place(out, SYNC, seed))[-1].loss for seed in range(rounds)] for place in places)
     predicted_s = [predict(profile(out, seed)) for seed in range(rounds)]
     found = {}
     for method in [*tuned, *PEERS]:
-        runs = [race.read(measured(out, method, seed)) for seed in range(rounds) if trials.finished(measured(out, method, seed))]
-        if len(runs) < rounds:
+        made = [Trial(measured(out, method, seed)) for seed in range(rounds)]
+        if not all(run.finished for run in made):
             continue
+        runs = [race.read(run.workdir) for run in made]
         own_s, predicted_to_loss_s = None, None
         if method in tuned:
             own_s = [of[method] for of in predicted_s]
@@ -308,22 +292,20 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str)
             [race.reached(run, loss) for run, loss in zip(runs, goals)],
             [race.reached(run, loss + race.NEAR) for run, loss in zip(runs, goals)],
             predicted_to_loss_s,
-            [trials.summary(measured(out, method, seed))[f"eval_{score}"] for seed in range(rounds)] if score else (),
+            [run.summary()[f"eval_{score}"] for run in made] if score else (),
         )
     return found
 
 
 def check() -> None:
-    """Refuses at once what would end the command after an hour, and sizes that would change nothing."""
-    for name in ("steps", "batch_size", "every") if FLAGS.smoke else ():
-        if FLAGS[name].value is not None:
-            command.fail(
-                f"--{name}={FLAGS[name].value} changes nothing with --smoke, which has sizes of its own; leave out one of them"
-            )
+    """Refuse mistakes before an hour of tuning, and sizes that would change nothing."""
+    for name in SIZES if FLAGS.smoke else ():
+        if (size := FLAGS[name].value) is not None:
+            command.fail(f"--{name}={size} changes nothing with --smoke, which has sizes of its own; leave out one of them")
     if FLAGS.multi30k == "":
         command.fail("--multi30k is empty; give the folder of Multi30k's parallel files, or leave it out")
     script.check_tables(_job().name)
-    for name in contents.MULTI30K_FILES if FLAGS.multi30k else ():
+    for name in trials.MULTI30K_FILES if FLAGS.multi30k else ():
         if not any((_multi30k() / f"{name}{end}").is_file() for end in ("", ".gz")):
             raise Failed(f"--multi30k={FLAGS.multi30k} has no {name}; give the folder of Multi30k's parallel files")
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
@@ -335,36 +317,29 @@ def check() -> None:
 
 
 def _job() -> Job:
-    """What is learned; sizes that no flag gives are its own."""
+    """Return the job, with the sizes of flags."""
     job = TRANSLATION if FLAGS.multi30k else TEXT
     if FLAGS.smoke:
         return job._replace(model=job.small, steps=8, batch_size=1, every=2)
-    return job._replace(**{name: FLAGS[name].value or getattr(job, name) for name in ("steps", "batch_size", "every")})
+    return job._replace(**{name: FLAGS[name].value or getattr(job, name) for name in SIZES})
 
 
 def _multi30k() -> pathlib.Path:
     return pathlib.Path(os.path.expanduser(FLAGS.multi30k))
 
 
-def _options() -> dict[str, Any]:
-    """What runs of one folder have in common; data are named by a checksum."""
-    job = _job()
-    sizes = {name: getattr(job, name) for name in ("steps", "batch_size", "every")}
-    data = FLAGS.multi30k and f"checksum {contents.checksum(str(_multi30k()), job.config)}"
-    return {"rate": FLAGS.rate, "multi30k": data, "smoke": FLAGS.smoke, **sizes}
-
-
 def main() -> None:
-    # Hosts share cores: as many threads as PyTorch's workers.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    systems.use_one_thread()
     out = script.folder()
     check()
-    script.claim(out, **_options())
     job = _job()
-    data = _multi30k() if FLAGS.multi30k else twins.write_text(out / "text.txt", job.model["context"])
+    data = FLAGS.multi30k and f"checksum {trials.data_checksum(str(_multi30k()), job.config)}"
+    sizes = {name: getattr(job, name) for name in SIZES}
+    script.claim(out, rate=FLAGS.rate, multi30k=data, smoke=FLAGS.smoke, **sizes)
+    path = _multi30k() if FLAGS.multi30k else twins.write_text(out / "text.txt", job.model["context"])
     if not FLAGS.multi30k:
-        script.claim(out, text=f"checksum {contents.checksum(str(data))}")
-    setup = Setup(job, data, trials.Pool(), *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
+        script.claim(out, text=f"checksum {trials.data_checksum(str(path))}")
+    setup = Setup(job, path, trials.Pool(), *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
     tuned = tune(out, setup)
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
         train(network, out, setup, tuned, FLAGS.rounds)
@@ -379,21 +354,12 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE(command.FOLDER, "out", None, "Run directories, profile, table and figure go here.", required=True)
-    flags.DEFINE_string("rate", "100mbit", "Of every link.")
+    script.define("out", "pages", "smoke", "peers")
+    flags.DEFINE_string("rate", "100mbit", "Rate of every link.")
     flags.DEFINE_integer("rounds", 2, "Runs of each method on the emulated cluster.", lower_bound=1)
     flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files, to learn to translate; none: to learn Python.")
-    flags.DEFINE_integer("steps", None, "Of all-reduce; none: 100, or 600 to translate.", lower_bound=10)
-    flags.DEFINE_integer(
-        "batch_size",
-        None,
-        "Per worker and step: sequences of 128 bytes, or pairs of the longest sentences (of shorter ones more); none: 2, or 8.",
-        lower_bound=1,
-    )
+    flags.DEFINE_integer("steps", None, "Steps of all-reduce; none: 100, or 600 to translate.", lower_bound=10)
+    text = "Batch of a worker: sequences of 128 bytes, or pairs of the longest sentences (of shorter ones more); none: 2, or 8."
+    flags.DEFINE_integer("batch_size", None, text, lower_bound=1)
     flags.DEFINE_integer("every", None, "Steps between evaluations; none: 10, or 20 to translate.", lower_bound=1)
-    flags.DEFINE_string(
-        "peers", None, "A Python with experiments/requirements-peers.txt, for PyTorch's DDP and decent-dp; none: not these."
-    )
-    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
-    flags.DEFINE_bool("smoke", False, "The whole way with two methods and a tiny model, in three minutes.")
     script.run(main, (*systems.ERRORS, trials.Broken))

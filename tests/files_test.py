@@ -151,7 +151,7 @@ def test_documents_of_runs_and_sweeps_that_are_nested_too_deeply(tmp_path):
     for name in ("config.json", "summary.json", "sweep.json", "options.json"):
         (tmp_path / name).write_text(nested(100_000))
     member = members.Member({}, tmp_path, [])
-    assert member.summary() is None and member.progress() is None and not trials.finished(tmp_path)
+    assert member.summary() is None and member.progress() is None and not trials.Trial(tmp_path).finished
     with pytest.raises(command.UserError, match="cannot be used .it is nested more than 64 levels"):
         members.claim(tmp_path, "configs/lm.py", [])
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
@@ -197,7 +197,7 @@ def test_pipes_where_a_run_has_files_are_refused(tmp_path, pipe):
     for read in (
         lambda: metrics.read(tmp_path),
         lambda: workdir.claim(tmp_path, {"workers": 1}),
-        lambda: trials.rows(tmp_path),
+        lambda: trials.Trial(tmp_path).rows(),
         lambda: compare.load(tmp_path),
         lambda: compare.read_metrics(tmp_path / "metrics.jsonl"),
         lambda: members.last_line(tmp_path / "metrics.jsonl"),

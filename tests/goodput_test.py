@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from experiments import crashes, faults, goodput
-from experiments.goodput import Event
+from experiments import crashes, fault_runs, faults, goodput
+from experiments.fault_runs import Event
 from launch import chaos
 from tests import commands
 
@@ -29,7 +29,7 @@ def test_a_launchers_words_become_events(tmp_path):
             "step 140: continuing with 4 workers: 0, 1, 2, 3",
         ],
     )
-    goodput.listen(io.StringIO("\n".join(said) + "\n"), notes, tmp_path / "launcher.log")
+    fault_runs.listen(io.StringIO("\n".join(said) + "\n"), notes, tmp_path / "launcher.log")
     assert (tmp_path / "launcher.log").read_text().splitlines() == said
     assert notes == [("kill", [2]), ("start", [2]), ("view", [0, 1, 3]), ("view", [0, 1, 2, 3])]
 

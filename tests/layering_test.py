@@ -89,9 +89,7 @@ OUTSIDE = {
     ),
     "configs": ("configs", "decjax.config", "decjax.registry"),
     "experiments.dssfn": ("decjax", "experiments"),  # trains without gradients, in its own loop
-    "experiments.oracles": ("decjax", "experiments"),  # these examine single parts
-    "experiments.oracles_low_rank": ("decjax", "experiments"),
-    "experiments.oracles_tables": ("decjax", "configs", "experiments"),
+    "experiments.oracles": ("decjax", "configs", "experiments"),  # these examine single parts
     "experiments.paced": ("configs", "decjax.config", "decjax.options", "decjax.tasks"),  # a config with its own task
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
     "experiments": (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from decjax import config, errors
-from experiments import contents, noise_floor, paper, quality, results_log, script, seeds, studies, tiny, trials
+from experiments import noise_floor, paper, quality, results_log, script, seeds, studies, tiny, trials
 from experiments.results_log import ResultsLog
 from launch import command
 from tests import commands
@@ -290,12 +290,12 @@ class Short:
 
 def test_a_damaged_summary_is_made_again_and_damaged_metrics_are_told(tmp_path):
     (tmp_path / "summary.json").write_text('{"eval_loss": 1.0}')
-    assert trials.finished(tmp_path)
+    assert trials.Trial(tmp_path).finished
     (tmp_path / "summary.json").write_text('{"eval_')
-    assert not trials.finished(tmp_path)
+    assert not trials.Trial(tmp_path).finished
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train"}\n{"ki')
     with pytest.raises(trials.Broken, match="the same command trains again"):
-        trials.rows(tmp_path)
+        trials.Trial(tmp_path).rows()
 
 
 def test_what_is_waiting_is_not_made_after_an_error():
@@ -323,23 +323,23 @@ def test_a_book_that_cannot_be_used_is_refused_at_once(tmp_path):
 
 def test_files_that_a_task_does_not_read_change_nothing(tmp_path):
     folder, plain = str(tiny.multi30k(tmp_path / "pairs")), tiny.text(tmp_path / "texts" / "a").parent
-    before = contents.checksum(folder, "configs/translation.py"), contents.checksum(str(plain))
+    before = trials.data_checksum(folder, "configs/translation.py"), trials.data_checksum(str(plain))
     for name in ("README.md", ".listing", "train.fr", "train.de.bak", "train.de.gz", "train.tok.de.gz"):
         (tmp_path / "pairs" / name).write_text("more")
     (plain / ".git").mkdir()
     for name in (".git/HEAD", "b.gz"):
         (plain / name).write_text("more")
-    contents.checksum.cache_clear()
-    assert (contents.checksum(folder, "configs/translation.py"), contents.checksum(str(plain))) == before
+    trials.data_checksum.cache_clear()
+    assert (trials.data_checksum(folder, "configs/translation.py"), trials.data_checksum(str(plain))) == before
 
 
 def test_a_damaged_file_of_data_is_one_line(tmp_path):
     whole = gzip.compress(b"eins zwei drei")
     for damaged in (whole[:-6], whole[:9] + b"xxxxxxxxxxxx", b"plain"):
         (tmp_path / "train.de.gz").write_bytes(damaged)
-        contents.checksum.cache_clear()
+        trials.data_checksum.cache_clear()
         with pytest.raises(OSError, match="train.de.gz cannot be read"):
-            contents.checksum(str(tmp_path), "configs/translation.py")
+            trials.data_checksum(str(tmp_path), "configs/translation.py")
 
 
 def test_other_data_at_the_same_path_are_another_run(tmp_path):
@@ -348,15 +348,15 @@ def test_other_data_at_the_same_path_are_another_run(tmp_path):
     folders = []
     for content in "old", "new":
         text.write_text(content)
-        contents.checksum.cache_clear()
+        trials.data_checksum.cache_clear()
         folders.append(trials.trial(tmp_path, "run", "configs/lm.py", {"data.path": str(text)}).workdir)
     assert folders[0] != folders[1]
     for folder, name, content in (("a", "train.de", b"ein"), ("b", "train.de.gz", gzip.compress(b"ein"))):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_bytes(content)
-    assert len({contents.checksum(str(tmp_path / folder), "configs/translation.py") for folder in "ab"}) == 1
+    assert len({trials.data_checksum(str(tmp_path / folder), "configs/translation.py") for folder in "ab"}) == 1
     (tmp_path / "renamed").write_text("new")
-    assert contents.checksum(str(text)) == contents.checksum(str(tmp_path / "renamed"))
+    assert trials.data_checksum(str(text)) == trials.data_checksum(str(tmp_path / "renamed"))
 
 
 def test_a_training_that_diverged_is_not_made_again(tmp_path, monkeypatch):

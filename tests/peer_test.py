@@ -1,4 +1,4 @@
-"""experiments/bench/peer: another interpreter answers requests, or explains on one line why not."""
+"""experiments/bench/timing: another interpreter answers requests, or explains on one line why not."""
 
 import os
 import pathlib
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from experiments.bench.peer import Peer
+from experiments.bench.timing import Peer
 from launch import command
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -1,17 +1,17 @@
-"""What a step sends on each axis, and what a lossless coder would leave of it: an estimate, of bytes that nothing here sends.
+"""Bytes that a step sends on each axis, and an estimate of their size after lossless coding.
 
     python -m experiments.bench.axis_bytes
 
-A language model (configs/lm.py) trains for some steps with two simulated workers; then the messages of one step of one worker are taken
-apart, as two stages and two devices in a tensor-parallel group would send them:
+A language model (configs/lm.py) trains for some steps with two simulated workers; then the messages of one step of one worker are
+extracted, as two stages and two devices in a tensor-parallel group would send them:
 
     dp    gradients, averaged over two workers
     pp    activations and their gradients, between two stages
     tp    the terms of the sums within the layers, of each of the two devices
 
-The columns of bytes hold what is sent, by the formulas that tests compare with compiled programs. The estimate stands apart: the
-entropies of the four bytes of a value, each by itself (`codecs.entropy.lossless_bits`), which is the kind of redundancy that a coder
-such as MPC finds. It is that of the messages of each axis together, so frequencies come free of charge.
+The bytes follow from formulas that tests compare with compiled programs. The estimate is the sum of the entropies of the four bytes of a
+value (`codecs.entropy.lossless_bits`), the redundancy that a coder such as MPC exploits. It is that of all messages of an axis together,
+without the cost of transmitting frequencies. No lossless coder is used in training.
 """
 
 from typing import Any
@@ -26,6 +26,7 @@ from decjax import codecs, models, reduce, registry, train
 from decjax import config as parts
 from decjax.codecs import entropy
 from decjax.contrib.tensor_sums import CodedSums, product
+from decjax.typing import PyTree
 from experiments import script
 
 FLAGS = flags.FLAGS
@@ -35,7 +36,7 @@ WORKERS = STAGES = DEVICES = 2
 class Messages:
     """The messages of one step of a model, by axis."""
 
-    def __init__(self, model: dict[str, Any], params: Any, tokens_BxT1: jax.Array):
+    def __init__(self, model: dict[str, Any], params: PyTree, tokens_BxT1: jax.Array):
         self.found: dict[str, list[np.ndarray]] = {"dp": [], "pp": [], "tp": []}
         made = models.decoder_lm(**model, product=product(self._contract))
         assert made.parts is not None
@@ -47,12 +48,12 @@ class Messages:
     def _keep(self, axis: str, x: jax.Array) -> None:
         jax.debug.callback(lambda x: self.found[axis].append(np.asarray(x)), x)
 
-    def _contract(self, x_RxF, kernel_FxG):
+    def _contract(self, x_RxF: jax.Array, kernel_FxG: jax.Array) -> jax.Array:
         terms_KxRxG = jnp.stack([x @ k for x, k in zip(jnp.split(x_RxF, DEVICES, axis=1), jnp.split(kernel_FxG, DEVICES))])
         self._keep("tp", terms_KxRxG)
         return terms_KxRxG.sum(axis=0)
 
-    def _passed(self, x_BxTxD):
+    def _passed(self, x_BxTxD: jax.Array) -> jax.Array:
         @jax.custom_vjp
         def passed(x):
             self._keep("pp", x)
@@ -66,12 +67,12 @@ class Messages:
         return passed(x_BxTxD)
 
     def lossless(self, axis: str) -> float:
-        """The estimated bits of a value."""
+        """Return the estimated bits of a value."""
         return entropy.lossless_bits(np.concatenate([x.ravel() for x in self.found[axis]]))
 
 
-def sent(codec: codecs.Codec, model: dict[str, Any], rows: int, params: Any) -> dict[str, float]:
-    """Bytes that a worker sends in a step of one microbatch of so many tokens, by axis."""
+def sent(codec: codecs.Codec, model: dict[str, Any], rows: int, params: PyTree) -> dict[str, float]:
+    """Return the bytes that a worker sends in a step of one microbatch of so many tokens, by axis."""
     width, reducer = model["width"], reduce.mean() if codec.name == "identity" else reduce.coded(codec=codec)
     return {
         "dp": float(reducer.num_bytes(params, WORKERS)[0]),
@@ -102,7 +103,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("steps", 200, "Of the training before.", lower_bound=1)
+    flags.DEFINE_integer("steps", 200, "Steps of training.", lower_bound=1)
     flags.DEFINE_string("arg", "", "Further shorthand of configs/lm.py, such as smoke.")
-    flags.DEFINE_list("codecs", ["zfp(rate=16)", "zfp(rate=8)"], "Whose bytes are shown beside those of float32.")
+    flags.DEFINE_list("codecs", ["zfp(rate=16)", "zfp(rate=8)"], "Codecs whose bytes are shown next to those of float32.")
     script.run(main, (train.TrainingError, ValueError))

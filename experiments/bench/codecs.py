@@ -1,15 +1,15 @@
-"""What codecs cost: encoding and decoding, against a copy of the same array in memory.
+"""Speed of codecs: encoding and decoding, compared with a copy of the same array in memory.
 
     python -m experiments.bench.codecs
     python -m experiments.bench.codecs --peers=.venv-peers/bin/python
     python -m experiments.bench.codecs --accelerator --side=16384
 
-On one core, in rounds: every codec's encode and decode, each beside a copy of its own, and the straightforward PyTorch
-equivalent, if --peers names an interpreter that has torch. A number is the median over the rounds of the copy's time ÷ the codec's:
-1 is as fast as a copy. Beside it stands how much smaller a message is, and which share of the energy of normal values it loses.
+On one core, in rounds: every codec's encode and decode, each with a copy, and the straightforward PyTorch equivalent, if --peers is an
+interpreter that has torch. A number is the median over the rounds of the copy's time ÷ the codec's: 1 is as fast as a copy. Other columns
+have the size of a message and the share of the energy of normal values that it loses.
 
-On an accelerator, where a copy runs at the bandwidth of its memory, ratios above 1 are no mistake: a codec reads all values, but
-writes few. Arrays have to be large there, or the start of a program is what is timed.
+On an accelerator, where a copy runs at the bandwidth of its memory, ratios above 1 are possible: a codec reads all values, but writes
+few. Arrays have to be large there, or the start of a program dominates.
 """
 
 import math
@@ -18,18 +18,16 @@ import statistics
 from absl import flags
 import jax
 import jax.numpy as jnp
-import rich.table
 
 from decjax import codecs
 from experiments import script
-from experiments.bench.peer import Peer
-from experiments.bench.timing import on_core, rotated, seconds
+from experiments.bench.timing import Peer, on_core, rotated, seconds
 from experiments.script import Check
 from launch import command
 
 _SIDE = flags.DEFINE_integer("side", 2048, "The array is a matrix of side × side float32, a multiple of 64.")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed rounds.")
-_CODECS = flags.DEFINE_list("codecs", None, "Rows of the table; all by default.")
+_CODECS = flags.DEFINE_list("codecs", None, "Rows of the table; none: all.")
 _ACCELERATOR = flags.DEFINE_bool("accelerator", False, "On JAX's default device, without peers, instead of a core.")
 _PEERS = flags.DEFINE_string("peers", None, "An interpreter that has torch, such as .venv-peers/bin/python.")
 
@@ -42,7 +40,7 @@ ASKED = {("int8", "both"): 0.4, ("int4", "both"): 0.25, ("int8 stochastic", "enc
 
 
 class Row:
-    """The compiled programs of one codec, its compression ratio, and the share of energy that it loses."""
+    """The compiled programs of a codec, its compression ratio, and the share of energy that it loses."""
 
     def __init__(self, name: str, x: jax.Array):
         codec = codecs.make(VARIANTS.get(name, name))
@@ -57,7 +55,7 @@ class Row:
 
 
 def checks(medians: dict[tuple[str, str], float]) -> list[Check]:
-    """The checks of the rows that ran, from the medians of `measure`."""
+    """Return the checks of the rows that ran, from the medians of `measure`."""
     found = [
         Check(f"{name}, {part} ÷ copy", "one core", medians[name, part], least, False)
         for (name, part), least in ASKED.items()
@@ -74,7 +72,7 @@ def checks(medians: dict[tuple[str, str], float]) -> list[Check]:
 
 
 def measure(x: jax.Array, rows: dict[str, Row], peer: Peer | None, rounds: int) -> dict[tuple[str, str], float]:
-    """Speeds relative to a copy (its time ÷ the row's, medians over rounds), by (row, one of PARTS); of `TOP_K` "encode" only."""
+    """Return speeds relative to a copy (medians over rounds), by (row, one of PARTS); of `TOP_K` "encode" only."""
     names, copy = list(rows), jax.jit(jnp.copy)
     top_k = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x).ravel(), math.ceil(0.01 * x.size)))
     ratios = {(name, part): [] for name in (*names, TOP_K) for part in PARTS}
@@ -96,8 +94,8 @@ def measure(x: jax.Array, rows: dict[str, Row], peer: Peer | None, rounds: int) 
     return {at: statistics.median(found[1:]) for at, found in ratios.items() if found}
 
 
-def tabulate(title: str, rows: dict[str, Row], medians: dict[tuple[str, str], float], has_peer: bool) -> rich.table.Table:
-    """A table of every codec's speed, and of `TOP_K` last."""
+def tabulate(title: str, rows: dict[str, Row], medians: dict[tuple[str, str], float], has_peer: bool) -> script.Table:
+    """Return every codec's speed, and that of `TOP_K` last."""
     theirs = "PyTorch, both" if has_peer else "PyTorch, both (no --peers)"
     columns = ("codec", "times smaller", "error share", "encode", "decode", "both", theirs, "ours ÷ PyTorch")
     table = script.table(*columns, title=title)
@@ -111,12 +109,11 @@ def tabulate(title: str, rows: dict[str, Row], medians: dict[tuple[str, str], fl
 
 def main() -> None:
     if _SIDE.value < 64 or _SIDE.value % 64:
-        raise command.UserError(f"--side={_SIDE.value} must be a positive multiple of 64")
+        command.refuse(f"--side={_SIDE.value} must be a positive multiple of 64", "use one such as 2048")
     names = _CODECS.value or ROWS
-    if unknown := [name for name in names if name not in ROWS]:
-        raise command.UserError(f"--codecs={unknown[0]}: unknown; use some of {', '.join(ROWS)}")
+    script.check_names("codecs", names, ROWS)
     if _ACCELERATOR.value and _PEERS.value:
-        raise command.UserError("--peers with --accelerator: PyTorch is timed on a core; leave one of them out")
+        command.refuse("--peers with --accelerator: PyTorch is timed on a core", "leave one of them out")
     if not _ACCELERATOR.value:
         on_core()
         jax.config.update("jax_platforms", "cpu")

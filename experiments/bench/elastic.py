@@ -1,4 +1,4 @@
-"""What `--elastic` costs while nothing fails: seconds of a step with it ÷ without it, on an emulated cluster.
+"""Overhead of `--elastic` without failures: ratio of the step time with and without it, on an emulated cluster.
 
     python -m experiments.bench.elastic --out=runs/elastic_price
     python -m experiments.bench.elastic --out=runs/elastic_price --rate=1gbit --rounds=5
@@ -18,7 +18,7 @@ from experiments import script, trials
 from experiments.bench.cluster import systems
 from experiments.bench.cluster.group import done
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, SYNC
-from launch import cluster, command, processes
+from launch import cluster, processes
 
 FLAGS = flags.FLAGS
 
@@ -28,31 +28,22 @@ EVERY, LEFT_OUT = 5, 2  # steps of an interval; intervals at the start of a run
 
 
 def trial(method: str, workdir: pathlib.Path) -> trials.Trial:
-    """A run of a method."""
+    """Return a run of a method."""
     fields = {f"model.{name}": size for name, size in systems.MODEL.items()} | trials.TIMED
-    fields |= {
-        "batch_size": HOSTS * FLAGS.batch_size,
-        "log_every": EVERY,
-        "bucket_bytes": systems.WHOLE if method == SYNC else 2**21,
-    }
+    bucket_bytes = systems.WHOLE if method == SYNC else 2**21
+    fields |= {"batch_size": HOSTS * FLAGS.batch_size, "log_every": EVERY, "bucket_bytes": bucket_bytes}
     return trials.Trial(workdir, f"configs/lm.py:{SHORTHANDS[method]},workers={HOSTS},steps={FLAGS.steps}", tuple(fields.items()))
 
 
-def step_s(run: trials.Trial) -> float:
-    """Median seconds of a step of a run."""
-    tokens = HOSTS * FLAGS.batch_size * systems.MODEL["context"]
-    return statistics.median(tokens / row["tokens_per_s"] for row in run.rows("train")[LEFT_OUT:])
-
-
 def measure(network: cluster.Network, out: pathlib.Path, method: str, number: int) -> tuple[float, float]:
-    """Seconds of a step without and with `--elastic`; what first runs alternates."""
-    found = {}
+    """Return the median seconds of a step without and with `--elastic`; their order alternates."""
+    found, tokens = {}, HOSTS * FLAGS.batch_size * systems.MODEL["context"]
     for elastic in (False, True) if number % 2 else (True, False):
         run = trial(method, out / f"{trials.name_of(method)}_{number}{'_elastic' if elastic else ''}")
         if not run.finished:
-            given = processes.TRAIN, run.arguments
-            done(method, network.run_elastic(config.Elastic(), *given) if elastic else network.run(*given))
-        found[elastic] = step_s(run)
+            line = processes.TRAIN, run.arguments
+            done(method, network.run_elastic(config.Elastic(), *line) if elastic else network.run(*line))
+        found[elastic] = statistics.median(run.step_s(tokens, LEFT_OUT))
     return found[False], found[True]
 
 
@@ -73,12 +64,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE(command.FOLDER, "out", None, "Run directories go here; those that are finished are not repeated.", required=True)
-    flags.DEFINE_string("rate", "100mbit", "Of every link.")
+    script.define("out", "pages")
+    flags.DEFINE_string("rate", "100mbit", "Rate of every link.")
     flags.DEFINE_multi_enum("method", METHODS, METHODS, "A method to measure; may be repeated.")
     script.selects("method")
     flags.DEFINE_integer("rounds", 3, "Runs of each method with and without.", lower_bound=1)
-    flags.DEFINE_integer("steps", 30, "Of a run.", lower_bound=(LEFT_OUT + 1) * EVERY)
+    flags.DEFINE_integer("steps", 30, "Steps of a run.", lower_bound=(LEFT_OUT + 1) * EVERY)
     flags.DEFINE_integer("batch_size", 2, "Sequences of a worker's step.", lower_bound=1)
-    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (*systems.ERRORS, trials.Broken))

@@ -1,4 +1,4 @@
-"""What lazy error propagation rests on: cosines of the error and the change from message to message, over a run.
+"""The assumption of lazy error propagation: cosines of the error and the change from message to message, over a run.
 
     python -m experiments.bench.error_cosine --config=configs/gpt_optimus.py:size=tiny --out=cosines.json
 
@@ -11,6 +11,7 @@ import json
 
 from absl import flags
 import jax
+import ml_collections
 from ml_collections import config_flags
 import numpy as np
 
@@ -24,8 +25,8 @@ from launch import command
 FLAGS = flags.FLAGS
 
 
-def record(config, every: int) -> dict:
-    """The steps and cosines of a run, read from its probes after every so many steps; see the module."""
+def record(config: ml_collections.ConfigDict, every: int) -> dict[str, object]:
+    """Train, and return the steps and cosines, read from the probes every so many steps."""
     setup = parts.build(parts.resolve(config))
     watched = setups.make_source(setup.spec, setup.task, setup.source.division, watch=Probed)
     trainer, taken, read = train.Trainer(dataclasses.replace(setup, source=watched)), [], []
@@ -49,6 +50,6 @@ if __name__ == "__main__":
     config_flags.DEFINE_config_file(
         "config", "configs/gpt_optimus.py:size=tiny", "Config file, with an optional shorthand after a colon."
     )
-    flags.DEFINE(command.FILE, "out", "cosines.json", "Where to write.")
+    flags.DEFINE(command.FILE, "out", "cosines.json", "JSON file of the cosines.")
     flags.DEFINE_integer("every", 5, "Steps between two readings.", lower_bound=1)
     script.run(main, errors=(train.TrainingError, OSError))

@@ -4,13 +4,12 @@
 
 Two emulated hosts (launch.cluster: root and iproute2), one process a host, an LSTM of 0.1M parameters (configs/lm.py:model=lstm),
 all-reduce. GraVAC measures the seconds of steps and climbs from no codec over bfloat16 and int8 to int4 as long as that pays. Over slow
-links it should end on a rung that sends less, and where messages take no time on a low one, since coding costs time. Rounds differ by
+links it should end on a rung that sends less, and over fast links on a low one, since coding costs time. Rounds differ by
 seed. The table has the milliseconds of a step as GraVAC itself measured them last on each rung, from the state of its last checkpoint.
-Runs that are there are not made again.
+Finished runs are not repeated.
 """
 
 import pathlib
-from typing import Any
 
 from absl import flags
 import jax
@@ -20,7 +19,7 @@ from decjax.train import checkpoint
 from experiments import script, trials
 from experiments.bench.cluster import systems
 from experiments.bench.cluster.group import done
-from launch import cluster, command, processes
+from launch import cluster, processes
 
 FLAGS = flags.FLAGS
 
@@ -30,7 +29,7 @@ SIZE = {"model.width": 64, "model.context": 64}
 
 
 def trial(out: pathlib.Path, rate: str, seed: int) -> trials.Trial:
-    """One run over links of a rate."""
+    """Return a run over links of a rate."""
     gravac = f"gravac(window={FLAGS.window},improvement={FLAGS.improvement},speed=measured,ladder='{'; '.join(RUNGS[1:])}')"
     fields = SIZE | trials.TIMED | {"seed": seed, "log_every": FLAGS.window}
     shorthand = f"model=lstm,workers={HOSTS},method=allreduce,reducer={gravac},steps={FLAGS.windows * FLAGS.window}"
@@ -38,7 +37,7 @@ def trial(out: pathlib.Path, rate: str, seed: int) -> trials.Trial:
 
 
 def ended(run: trials.Trial) -> tuple[int, np.ndarray, np.ndarray]:
-    """(rung in the end, steps on each rung, seconds of a step as last measured on each rung, inf where never), from its checkpoint."""
+    """Return (final rung, steps on each rung, last measured seconds of a step on each rung, inf: never), from its checkpoint."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     like = {
         "rung": jax.ShapeDtypeStruct((HOSTS,), np.int32, sharding=here),
@@ -54,8 +53,8 @@ def ended(run: trials.Trial) -> tuple[int, np.ndarray, np.ndarray]:
         return int(found["rung"]), found["usage"], 1 / found["rate"]
 
 
-def tabulate(found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]]) -> Any:
-    """A row for each run: milliseconds of a step on each rung, and which of them it stays on."""
+def tabulate(found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]]) -> script.Table:
+    """Return a row for each run: milliseconds of a step on each rung, and its final rung."""
     table = script.table("links", "seed", "stays on", *RUNGS, "times as fast", left=3)
     for rate, runs in found.items():
         for seed, (rung, _, step_s) in enumerate(runs):
@@ -81,14 +80,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE(command.FOLDER, "out", None, "Run directories go here; what is there is not made again.", required=True)
-    flags.DEFINE(cluster.Rates(), "rates", ["4mbit", "none"], "Of every link; none: as fast as the machine can.")
+    script.define("out", "pages")
+    flags.DEFINE(cluster.Rates(), "rates", ["4mbit", "none"], "Rates of every link; none: unlimited.")
     script.selects("rates")
     flags.DEFINE_integer("rounds", 3, "Runs at each rate.", lower_bound=1)
     flags.DEFINE_integer("window", 15, "Steps on a rung.", lower_bound=2)
-    flags.DEFINE_float(
-        "improvement", 0.25, "By which a rung has to pay, relative; more than the noise of the clock.", lower_bound=0.0
-    )
-    flags.DEFINE_integer("windows", 6, "Of a run.", lower_bound=2)
-    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
+    flags.DEFINE_float("improvement", 0.25, "Relative gain that a rung needs; more than the noise of the clock.", lower_bound=0.0)
+    flags.DEFINE_integer("windows", 6, "Windows of a run.", lower_bound=2)
     script.run(main, (*systems.ERRORS, trials.Broken, ValueError))

@@ -1,19 +1,19 @@
-"""What is computed while messages travel: the schedules that compilers of accelerators make of a step.
+"""Computation that overlaps with communication, in the schedules of accelerator compilers for a step.
 
     python -m experiments.bench.overlap                        # a TPU's, ahead of time
     python -m experiments.bench.overlap --topology=v6e:2x4
     python -m experiments.bench.overlap --attached             # of the GPUs or TPUs of this machine, two or more
 
-Ahead of time takes no TPU, but its compiler: `pip install -r tests/requirements-aot.txt`. Nothing is run in either case.
+Ahead-of-time compilation needs no TPU, but its compiler: `pip install -r tests/requirements-aot.txt`. Nothing is run in either case.
 
 The step is the one that `launch.train` runs: `train.Trainer` of a method and of a dense language model whose layers are
-scanned, one worker per chip. A row tells the worst message of all phases of a method:
+scanned, one worker per chip. A row has the worst message of all phases of a method:
 
-    messages       collectives of a step, as the compiler has joined them
-    asynchronous   how many of them it does not wait for at once
-    starts         share of the forward pass that comes before the start
-    ends           share of the backward pass that comes before the program waits for the message
-    meanwhile      share of the matrix products of both passes that are computed between the two
+    messages       collectives of a step, as the compiler has combined them
+    asynchronous   number of them that the program does not wait for at once
+    starts         share of the forward pass before the start
+    ends           share of the backward pass before the program waits for the message
+    meanwhile      share of the matrix products of both passes between the two
 """
 # pyright: reportInvalidTypeForm=false
 
@@ -30,6 +30,7 @@ from decjax import config as parts
 from decjax import train
 from decjax.program import hlo, overlap
 from experiments import script
+from launch import command
 
 FLAGS = flags.FLAGS
 
@@ -46,7 +47,7 @@ METHODS = {  # shorthand of configs/lm.py, further fields of `config.method`
     "all-reduce": ("method=allreduce", {}),
     "all-reduce, one step stale": ("method=allreduce,stale", {}),
 }
-# The compiler alone: libtpu asks for no hardware, locks none, and writes no logs.
+# Use the compiler alone: libtpu needs no hardware, locks none, and writes no logs.
 COMPILER_ONLY = dict(
     TPU_SKIP_MDS_QUERY="1",
     TPU_ACCELERATOR_TYPE="v5litepod-8",
@@ -57,42 +58,32 @@ COMPILER_ONLY = dict(
 
 
 def described(topology: str) -> Sequence[jax.Device]:
-    """The devices of a TPU topology such as "v5e:2x4", for which programs can be compiled but not run.
-
-    Raises:
-        ValueError: if libtpu is not installed or does not know the topology, or a chip has several devices.
-    """
+    """Return the devices of a TPU topology such as "v5e:2x4", for which programs can be compiled but not run."""
     if not importlib.util.find_spec("libtpu"):
-        raise ValueError("libtpu, the compiler for TPUs, is not installed; pip install -r tests/requirements-aot.txt")
+        command.refuse("libtpu, the compiler for TPUs, is not installed", "pip install -r tests/requirements-aot.txt")
     for name, value in COMPILER_ONLY.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # Otherwise JAX would look for TPUs.
     try:
         devices = topologies.get_topology_desc(topology, platform="tpu").devices
-    except RuntimeError as error:
-        raise ValueError(f"topology {topology!r} is unknown to libtpu; use one such as {TOPOLOGY} or v6e:2x4") from error
+    except RuntimeError:
+        command.refuse(f"topology {topology!r} is unknown to libtpu", f"use one such as {TOPOLOGY} or v6e:2x4")
     if len({tuple(device.coords) for device in devices}) < len(devices):
-        raise ValueError(f"topology {topology!r} has several devices on a chip; use one such as {TOPOLOGY} or v6e:2x4")
+        command.refuse(f"topology {topology!r} has several devices on a chip", f"use one such as {TOPOLOGY} or v6e:2x4")
     return devices
 
 
 def attached() -> Sequence[jax.Device]:
-    """The accelerators of this machine.
-
-    Raises:
-        ValueError: if there are not at least two.
-    """
+    """Return the accelerators of this machine."""
     devices = jax.devices()
     if len(devices) == 1 or devices[0].platform == "cpu":
-        raise ValueError(
-            f"--attached needs two or more GPUs or TPUs, and JAX finds {len(devices)} {devices[0].platform}; use "
-            f"--topology={TOPOLOGY}, which needs none"
-        )
+        problem = f"--attached needs two or more GPUs or TPUs, and JAX finds {len(devices)} {devices[0].platform}"
+        command.refuse(problem, f"use --topology={TOPOLOGY}, which needs none")
     return devices
 
 
 def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> Iterator[overlap.Overlap]:
-    """The compiled schedule of each phase of a shorthand of `configs/lm.py`; `mixing` has further fields of `config.method`."""
+    """Yield the compiled schedule of each phase of a shorthand of `configs/lm.py`, with further fields of `config.method`."""
     n = len(devices)
     config = lm.get_config(f"workers={n},{argument}")
     fields = {f"model.{name}": value for name, value in MODEL.items()} | {f"method.{name}": value for name, value in mixing.items()}
@@ -108,7 +99,7 @@ def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> I
 
 
 def row(found: Sequence[overlap.Overlap]) -> tuple[str, ...]:
-    """The cells of a method's row in the table: the worst values over its phases."""
+    """Return the cells of a method's row: the worst values over its phases."""
     transfers = [transfer for schedule in found for transfer in schedule.in_flight]
     places = {f" in a {transfer.inside}" for transfer in transfers if transfer.inside}
     asynchronous = sum(transfer.asynchronous for transfer in transfers) // len(found)

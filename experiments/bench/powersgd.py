@@ -1,4 +1,4 @@
-"""What PowerSGD's arithmetic costs on one core, beside that of PyTorch's `powerSGD_hook`.
+"""Compute time of PowerSGD on one core, compared with PyTorch's `powerSGD_hook`.
 
     python -m experiments.bench.powersgd
     python -m experiments.bench.powersgd --peers=.venv-peers/bin/python
@@ -20,7 +20,6 @@ from decjax import mesh, reduce
 from decjax.channel import Channel
 from experiments import script
 from experiments.bench import timing
-from experiments.bench.peer import Peer
 
 RANK = 4
 # Shapes of the arrays of a small decoder, 6.8 million values: 6 layers of width 256 between an embedding and an output layer.
@@ -44,7 +43,7 @@ class Ours:
         self.reduce = self.workers.jit(reducer.reduce, (0, 0), donate_argnums=(0, 1))
 
     def step(self) -> float:
-        """Seconds of one reduction."""
+        """Return the seconds of one reduction."""
         grads = jax.block_until_ready(self.copy(self.grads))
         taken_s, (_, self.state) = timing.seconds(self.reduce, grads, self.state)
         return taken_s
@@ -57,13 +56,13 @@ def main() -> None:
     contenders = {"copy": lambda: timing.seconds(np.copyto, target, source)[0], "decjax": Ours().step}
     theirs = None
     if _PEERS.value:
-        peer = Peer(_PEERS.value, "experiments.bench.powersgd_torch", json.dumps(SHAPES))
+        peer = timing.Peer(_PEERS.value, "experiments.bench.powersgd_torch", json.dumps(SHAPES))
         theirs = f"PyTorch {peer.version}"
         contenders[theirs] = lambda: peer.ask("step")
     times_s = timing.take_turns(contenders, _ROUNDS.value, warm_up=3)
 
-    def speed(name, beside):
-        return statistics.median(other / own for own, other in zip(times_s[name], times_s[beside], strict=True))
+    def speed(name: str, reference: str) -> float:
+        return statistics.median(other / own for own, other in zip(times_s[name], times_s[reference], strict=True))
 
     title = f"PowerSGD of rank {RANK}, {source.size / 1e6:.1f}M values, one core"
     table = script.table("", "ms", "GB/s of gradients", "ratio to a copy", "speed ÷ PyTorch's", title=title)

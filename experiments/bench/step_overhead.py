@@ -1,10 +1,10 @@
-"""What the exchange costs: a step of the byte-level LM with gossip and with all-reduce, against one that sends nothing.
+"""Overhead of communication: a step of the byte-level LM with gossip and with all-reduce, compared with one without.
 
     python -m experiments.bench.step_overhead
 
-Eight workers on eight forced CPU devices in one process. The three kinds of step take turns, each on a state of its own, so
-that whatever else the machine does falls on all of them alike; every row is the median over the rounds of the ratio to the
-round's step without communication. Phases of the one-peer exponential graph alternate as in training.
+Eight workers on eight forced CPU devices in one process. The three kinds of step take turns, each on a state of its own, so that other
+load on the machine affects all of them; every row is the median over the rounds of the ratio to the round's step without communication.
+Phases of the one-peer exponential graph alternate as in training.
 """
 
 import statistics
@@ -16,8 +16,7 @@ from configs import lm
 from decjax import config as parts
 from decjax import train
 from experiments import script
-from experiments.bench.stepper import Stepper
-from experiments.bench.timing import take_turns
+from experiments.bench.timing import Stepper, take_turns
 from experiments.methods import ALONE, ONE_PEER, SHORTHANDS, SYNC
 
 _CONFIG = flags.DEFINE_string("config_argument", "", "Shorthand of configs/lm.py for all three, as workers=4.")
@@ -27,7 +26,7 @@ METHODS = (ALONE, ONE_PEER, SYNC)
 
 
 def stepper(argument: str, batch_size: int) -> Stepper:
-    """A stepper of one method on the model of configs/lm.py."""
+    """Return the stepper of a method on the model of configs/lm.py."""
     config = lm.get_config(",".join(filter(None, (_CONFIG.value, argument))))
     config.batch_size = batch_size * (config.workers or parts.SIMULATED_WORKERS)
     return Stepper(config)

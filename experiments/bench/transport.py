@@ -1,4 +1,4 @@
-"""What ZeroMQ costs elastic runs: throughput of messages between two processes on loopback, next to plain sockets.
+"""Overhead of ZeroMQ in elastic runs: throughput between two processes on loopback, compared with plain sockets.
 
     python -m experiments.bench.transport
     python -m experiments.bench.transport --megabytes=50 --rounds=10
@@ -9,11 +9,11 @@ has the median GB/s over all rounds, and the least and the largest.
 
 from collections.abc import Callable
 import multiprocessing
+from multiprocessing.connection import Connection
 import socket
 import statistics
 import threading
 import time
-from typing import Any
 
 from absl import flags
 import numpy as np
@@ -29,14 +29,14 @@ HEADER = 32  # bytes before each message of the plain sockets
 
 
 def exactly(connection: socket.socket, size: int) -> None:
-    """Reads so many bytes into memory of their own."""
+    """Read so many bytes into new memory."""
     rest = memoryview(bytearray(size))
     while len(rest):
         rest = rest[connection.recv_into(rest) :]
 
 
-def receive_plain(pipe: Any, size: int, count: int) -> None:
-    """Receives messages over a plain socket; sends its port to `pipe`, and then the seconds from the first to the last message."""
+def receive_plain(pipe: Connection, size: int, count: int) -> None:
+    """Receive messages over a plain socket; send its port to `pipe`, and then the seconds from the first to the last message."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send(listener.getsockname()[1])
         connection, _ = listener.accept()
@@ -49,8 +49,8 @@ def receive_plain(pipe: Any, size: int, count: int) -> None:
     pipe.send(times[-1] - times[0])
 
 
-def send_plain(pipe: Any, size: int, count: int) -> float:
-    """Sends messages to `receive_plain`; returns the seconds that it measured."""
+def send_plain(pipe: Connection, size: int, count: int) -> float:
+    """Send messages to `receive_plain`; return the seconds that it measured."""
     data = memoryview(np.random.default_rng(0).bytes(size))
     with socket.create_connection(("127.0.0.1", pipe.recv())) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -65,8 +65,8 @@ def _member(slot: int, keys: Keys, encrypt: bool) -> tuple[Transport, Member]:
     return transport, Member(slot, str(slot), *transport.address)
 
 
-def receive(pipe: Any, size: int, count: int, keys: Keys, encrypt: bool) -> None:
-    """The same as `receive_plain`, as a member."""
+def receive(pipe: Connection, size: int, count: int, keys: Keys, encrypt: bool) -> None:
+    """Do the same as `receive_plain`, as a member."""
     transport, own = _member(1, keys, encrypt)
     pipe.send(own)
     transport.enter(View(1, 0, (pipe.recv(), own)))
@@ -78,8 +78,8 @@ def receive(pipe: Any, size: int, count: int, keys: Keys, encrypt: bool) -> None
     transport.close()
 
 
-def send(pipe: Any, size: int, count: int, keys: Keys, encrypt: bool) -> float:
-    """Sends messages to `receive`; returns the seconds that it measured."""
+def send(pipe: Connection, size: int, count: int, keys: Keys, encrypt: bool) -> float:
+    """Send messages to `receive`; return the seconds that it measured."""
     data, reached = memoryview(np.random.default_rng(0).bytes(size)), threading.Event()
     transport = Transport("127.0.0.1", keys, HEARTBEAT_S, encrypt, reached.set)
     own, other = Member(0, "0", *transport.address), pipe.recv()
@@ -94,8 +94,8 @@ def send(pipe: Any, size: int, count: int, keys: Keys, encrypt: bool) -> float:
     return took_s
 
 
-def throughput_GBps(receiver: Callable, sender: Callable, *how: Any) -> float:
-    """Throughput of messages from this process to another."""
+def throughput_GBps(receiver: Callable, sender: Callable, *how: object) -> float:
+    """Return the throughput of messages from this process to another."""
     size, count = round(1e6 * FLAGS.megabytes), FLAGS.messages
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_float("megabytes", 5.0, "Of a message.", lower_bound=1e-6)
-    flags.DEFINE_integer("messages", 100, "Of a round.", lower_bound=2)
-    flags.DEFINE_integer("rounds", 5, "Each has every kind once.", lower_bound=1)
+    flags.DEFINE_float("megabytes", 5.0, "Size of a message.", lower_bound=1e-6)
+    flags.DEFINE_integer("messages", 100, "Messages of a round.", lower_bound=2)
+    flags.DEFINE_integer("rounds", 5, "Rounds, each with every kind once.", lower_bound=1)
     script.run(main)

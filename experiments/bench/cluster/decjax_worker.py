@@ -18,7 +18,7 @@ from decjax import config as parts
 from decjax import train
 from experiments import script
 from experiments.bench.cluster.serve import serve
-from experiments.bench.stepper import Stepper
+from experiments.bench.timing import Stepper
 from launch import join
 
 THROUGHPUT_PORT = 4999

@@ -6,6 +6,7 @@ takes a few steps of one row and drops the first, so that what was sent before h
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import os
 import statistics
 from typing import Any, NamedTuple
 
@@ -17,6 +18,11 @@ MODEL = dict(vocabulary=1536, context=128, width=320, hidden=1280, heads=5, dept
 BATCH_SIZE = 8  # sequences per worker and step
 ERRORS = (command.UserError, Failed, OSError)  # errors that end an experiment on an emulated cluster
 BUCKET, WHOLE = 2**18, 2**30  # bytes of a bucket: the default of configs/lm.py, and one that holds everything
+
+
+def use_one_thread() -> None:
+    """Compute matrix products on one thread in processes that this one starts, as PyTorch's workers do, since hosts share cores."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
 
 
 class Row(NamedTuple):
@@ -115,6 +121,11 @@ class Runner(contextlib.ExitStack):
         lost = [name for name, group in self._of.items() if group == row.group]
         self.refused |= dict.fromkeys(lost, f"its processes ended with {row.name!r}") | {row.name: str(failure)}
         self.periods = {name: period for name, period in self.periods.items() if name not in lost}
+
+    @property
+    def refusals(self) -> list[str]:
+        """Return a line for each row that cannot run."""
+        return [f"{name} cannot run: {why}" for name, why in self.refused.items()]
 
     def _group(self, row: Row) -> Group:
         if row.peer and self.peers is None:
