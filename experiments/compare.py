@@ -171,7 +171,7 @@ def _identity(run: Record) -> dict[str, Any]:
     return config
 
 
-def _part(key: str, value: Any) -> str:
+def _part(key: str, value: object) -> str:
     """Return a field in a label: 'ring' for the name of a part, 'seed=1' for anything else."""
     number = f"{value:g}" if isinstance(value, float) else str(value)
     return str(value) if key in NAME_FIRST else f"{key.removesuffix('.name').rpartition('.')[2]}={number}"

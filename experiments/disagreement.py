@@ -1,21 +1,20 @@
-"""How far gossip lets workers drift apart, by calculation: the variance of disagreement for graphs, orders and Adam's β1.
+"""Calculation of how far workers drift apart with gossip: the variance of disagreement for graphs, orders and Adam's β1.
 
     python -m experiments.disagreement
     python -m experiments.disagreement --workers=16 --topologies=one_peer_exponential,alternating_exponential_ring
 
-Small local batches make Adam's updates mostly noise. Let every worker's gradient be noise ξ of variance 1, independent of the others,
-and let nothing pull the parameters back. Then parameters x, first moments m and, for AccumAdam, sums B follow a linear system:
+With small local batches Adam's updates are mostly noise. Let every worker's gradient be independent noise ξ of variance 1, without a
+restoring force. Then parameters x, first moments m and, for AccumAdam, sums B follow a linear system:
 
     AdamW        m ← β1 m + (1 − β1) ξ          u = m                                  √v = 1
     AccumAdamW   m ← β1 m + (1 − β1) B each window of s   u = √s (β1 m + (1 − β1) ξ)   √v = 1/√s, since B is a mean of s gradients
     order awc    x ← W x − α u                  order atc    x ← W (x − α u)
 
 The figure is Ξ² ÷ (α² P), the squared consensus distance of P parameters in units of the squared learning rate: the mean over workers of
-the variance of x − x̄, over a period, once it is stationary. The gradient is taken at x, not at x̄: this is how far the two points are apart.
+the stationary variance of x − x̄, over a period. It is the distance between x, where gradients are taken, and x̄.
 """
 
 import math
-from typing import Any
 
 from absl import flags
 import numpy as np
@@ -38,7 +37,7 @@ SETTLED = 1e-4  # relative change between two periods
 
 
 def step(W_NxN: np.ndarray, order: str, b1: float, window: int, commits: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(A, G) of the step z ← A z + G ξ, where z holds x, m and B of all workers; α = 1."""
+    """Return (A, G) of the step z ← A z + G ξ, where z holds x, m and B of all workers; α = 1."""
     one, none, scale = np.eye(len(W_NxN)), np.zeros_like(W_NxN), math.sqrt(window)
     mixed = W_NxN if order == "atc" else one
     moved = [W_NxN, -mixed * scale * b1, none], -mixed * scale * (1 - b1)
@@ -50,7 +49,7 @@ def step(W_NxN: np.ndarray, order: str, b1: float, window: int, commits: bool) -
 
 
 def variance(topology: topologies.Topology, order: str, b1: float, window: int = 1, most: int = 10_000) -> float:
-    """The stationary Ξ² ÷ (α² P) of a topology, order and optimizer; `window` is AccumAdam's s, 1: AdamW."""
+    """Return the stationary Ξ² ÷ (α² P) of a topology, order and optimizer; `window` is AccumAdam's s, 1: AdamW."""
     N, period = topology.num_workers, math.lcm(topology.period, window)
     steps = [step(topology.matrix(t), order, b1, window, (t + 1) % window == 0) for t in range(period)]
     apart = np.eye(N) - 1 / N
@@ -67,8 +66,8 @@ def variance(topology: topologies.Topology, order: str, b1: float, window: int =
     return found
 
 
-def tabulate(workers: int, names: list[str]) -> Any:
-    """A row for each optimizer, a column for each graph and order."""
+def tabulate(workers: int, names: list[str]) -> script.Table:
+    """Return a row for each optimizer, a column for each graph and order."""
     graphs = {name: topologies.make(name, workers) for name in names}
     table = script.table("", *(f"{name}, {order}" for name in graphs for order in ORDERS))
     for name, (b1, window) in OPTIMIZERS.items():
@@ -81,6 +80,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("workers", 8, "Of the graphs.", lower_bound=2)
+    flags.DEFINE_integer("workers", 8, "Number of workers.", lower_bound=2)
     flags.DEFINE_list("topologies", ["one_peer_exponential", "exponential", "ring"], "Graphs.")
     script.run(main, (ValueError,))

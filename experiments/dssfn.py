@@ -11,13 +11,13 @@ over the features Y_m of worker m's own examples, by ADMM with consensus. An ite
 
     O_m ← (T_m Y_mᵀ + (Z − Λ_m)/μ) (Y_m Y_mᵀ + I/μ)^−1,    Z ← P_ε(mean_m (O_m + Λ_m)),    Λ_m ← Λ_m + O_m − Z
 
-The mean is the only communication: exact, or `--rounds` rounds of gossip over a ring by `decjax.gossip`'s mixers. No other part of the
-training sends anything. Because the problem is convex, workers learn what one would that has all examples; the table compares them.
-Digits (scikit-learn's), shared out between the workers at random; a quarter is for testing.
+The mean is the only communication: exact, or `--rounds` rounds of gossip over a ring by `decjax.gossip`'s mixers. Because the problem is
+convex, workers learn the same as one worker with all examples; the table compares them. scikit-learn's digits, divided between the
+workers at random; a quarter is for testing.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
 import jax
@@ -32,11 +32,11 @@ from experiments import script
 FLAGS = flags.FLAGS
 
 CLASSES = 10
-TESTED = 4  # one example in so many is for testing
+TESTED = 4  # One of four examples is for testing.
 
 
 class Sizes(NamedTuple):
-    """What is learned, and how."""
+    """Sizes of the network and of the training."""
 
     workers: int = 8
     layers: int = 5
@@ -55,7 +55,7 @@ class Data(NamedTuple):
 
 
 def load(workers: int, seed: int) -> Data:
-    """The digits, as many for each worker."""
+    """Return the digits, the same number for each worker."""
     images = images_lib.DATASETS["digits"].read("")
     order = np.random.default_rng(seed).permutation(len(images.labels_E))
     pixels = images.images_ExHxWxC.reshape(len(order), -1)[order] / 16.0
@@ -70,34 +70,29 @@ def load(workers: int, seed: int) -> Data:
     )
 
 
-# -- The mean of all workers ------------------------------------------------------------------------------------------
-
-Mean = Callable[[np.ndarray], np.ndarray]  # [M, …] -> what each worker has of the mean, [M, …]
+Mean = Callable[[np.ndarray], np.ndarray]  # [M, …] -> each worker's estimate of the mean, [M, …]
 
 
 def exact_mean(x: np.ndarray) -> np.ndarray:
-    """Everybody's, as an all-reduce gives it."""
+    """Return the exact mean, as by an all-reduce."""
     return np.broadcast_to(x.mean(axis=0), x.shape)
 
 
 def gossip_mean(graph: topology.Topology, rounds: int) -> Mean:
-    """After so many rounds of gossip over a graph, as every mixer of decjax does them."""
+    """Return the mean by so many rounds of gossip over a graph."""
     workers = mesh.simulated_workers(graph.num_workers)
     mixer = gossip.exact(graph, Channel(workers.axis), rounds=rounds)
     mix = workers.jit(lambda x: gossip.mix(mixer, x, (), 0, 0)[0], (0,))
     return lambda x: np.asarray(mix(jnp.asarray(x)))
 
 
-# -- Learning ---------------------------------------------------------------------------------------------------------
-
-
 def projected(x: np.ndarray, radius: float) -> np.ndarray:
-    """P_ε: each worker's matrix, made shorter if it is longer than the radius."""
+    """Return P_ε: each worker's matrix, scaled to the radius if its norm is larger."""
     return x * np.minimum(1.0, radius / np.maximum(np.linalg.norm(x, axis=(1, 2), keepdims=True), 1e-30))
 
 
 def solve(features_MxFxE: np.ndarray, targets_MxQxE: np.ndarray, mean: Mean, sizes: Sizes) -> np.ndarray:
-    """O of every worker after the iterations, [M, Q, F]."""
+    """Return O of every worker after the iterations, [M, Q, F]."""
     gram = features_MxFxE @ features_MxFxE.transpose(0, 2, 1) + np.eye(features_MxFxE.shape[1]) / sizes.mu
     inverse, cross = np.linalg.inv(gram), targets_MxQxE @ features_MxFxE.transpose(0, 2, 1)
     z = dual = np.zeros_like(cross)
@@ -109,7 +104,7 @@ def solve(features_MxFxE: np.ndarray, targets_MxQxE: np.ndarray, mean: Mean, siz
 
 
 def scaled(features: np.ndarray) -> np.ndarray:
-    """Each example's features at unit length, so that no layer makes them longer."""
+    """Scale each example's features to unit length."""
     return features / np.maximum(np.linalg.norm(features, axis=-2, keepdims=True), 1e-30)
 
 
@@ -121,7 +116,7 @@ class Learned(NamedTuple):
 
 
 def learn(data: Data, mean: Mean, sizes: Sizes, seed: int) -> Learned:
-    """Layer after layer. The first O is linear in the pixels."""
+    """Learn layer by layer. The first O is linear in the pixels."""
     rng, learned = np.random.default_rng(seed + 1), Learned([], [])
     y, test = scaled(data.images_MxDxE), scaled(data.test_DxE)
     for _ in range(sizes.layers + 1):
@@ -136,13 +131,13 @@ def learn(data: Data, mean: Mean, sizes: Sizes, seed: int) -> Learned:
 
 
 def grow(output: np.ndarray, random: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The features of the next layer: relu of [O y; −O y; R y], whose first rows keep what O has found."""
+    """Return the features of the next layer, relu of [O y; −O y; R y]."""
     found = output @ y
     return scaled(np.maximum(np.concatenate([found, -found, random @ y], axis=-2), 0.0))
 
 
 def compare(sizes: Sizes, rounds: int, seed: int) -> dict[str, Learned]:
-    """One worker with all examples; workers with an exact mean; workers on a ring."""
+    """Train one worker with all examples, workers with an exact mean, and workers on a ring."""
     data = load(sizes.workers, seed)
     pooled = data._replace(
         images_MxDxE=np.concatenate(data.images_MxDxE, axis=1)[None], targets_MxQxE=np.concatenate(data.targets_MxQxE, axis=1)[None]
@@ -155,8 +150,8 @@ def compare(sizes: Sizes, rounds: int, seed: int) -> dict[str, Learned]:
     }
 
 
-def tabulate(found: dict[str, Learned]) -> Any:
-    """One row a way to average, one column a layer."""
+def tabulate(found: dict[str, Learned]) -> script.Table:
+    """Return a row for each way to average, a column for each layer."""
     layers = len(next(iter(found.values())).accuracy)
     table = script.table("accuracy, %", *(f"layer {k}" if k else "linear" for k in range(layers)), "workers differ by")
     for name, learned in found.items():
@@ -171,10 +166,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("workers", Sizes().workers, "M.", lower_bound=3, upper_bound=64)
-    flags.DEFINE_integer("layers", Sizes().layers, "Layers behind the linear one.", lower_bound=0)
+    flags.DEFINE_integer("workers", Sizes().workers, "Number of workers, M.", lower_bound=3, upper_bound=64)
+    flags.DEFINE_integer("layers", Sizes().layers, "Layers after the linear one.", lower_bound=0)
     flags.DEFINE_integer("random", Sizes().random, "Random features of a layer.", lower_bound=1)
-    flags.DEFINE_integer("iterations", Sizes().iterations, "Of ADMM in a layer.", lower_bound=1)
-    flags.DEFINE_integer("rounds", 30, "Of gossip over the ring in an iteration.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of the random features and of who has which example.")
+    flags.DEFINE_integer("iterations", Sizes().iterations, "Iterations of ADMM in a layer.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 30, "Rounds of gossip over the ring in an iteration.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Seed of the random features and of the division of examples.")
     script.run(main, (ValueError,))

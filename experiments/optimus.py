@@ -85,14 +85,14 @@ def techniques(summaries: rows_lib.Summaries, markdown: bool) -> script.Table:
     """Return table A: the techniques of Optimus-CC."""
     predicted = {name.split(" ")[0]: (name, p.time_s) for name, p in optimus_runtime.predict("2.5b").items()}
     columns = ("", "kB between stages", "kB between workers", "loss", "to the baseline", "predicted speed-up, 2.5B")
-    made = rows_lib.table(columns, markdown, "A. Techniques")
+    table = rows_lib.table(columns, markdown, "A. Techniques")
     for row in _chosen(TECHNIQUES, summaries):
         speedup = ""
         if row.name in predicted and row != BASELINE:
             name, time_s = predicted[row.name]
             speedup = f"{predicted[BASELINE.name][1] / time_s:.3f}" + (f" (SC {name[-1]})" if name != row.name else "")
-        made.add_row(row.name, *_bytes(row, summaries), *_loss(row, summaries), speedup)
-    return made
+        table.add_row(row.name, *_bytes(row, summaries), *_loss(row, summaries), speedup)
+    return table
 
 
 def memories(summaries: rows_lib.Summaries, markdown: bool) -> script.Table:

@@ -1,8 +1,8 @@
-"""Quadratics with slow steps, for runs that must outlast what happens to them and leave cores free.
+"""Quadratics with slow steps, for runs that must outlast faults and leave cores idle.
 
     python -m launch.train --config=experiments/paced.py:workers=2,simulate=false --config.data.wait_s=0.02 --workdir=runs/paced
 
-Shorthand as in configs/quadratics.py. The numbers are those of a run that does not wait.
+Shorthand as in configs/quadratics.py. Results equal those of a run without pauses.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ class Paced(Quadratics, name="paced"):
 
     Attributes:
         wait_s: seconds of the pause.
-        waits_for: path of a file; without it there is no pause. Empty: there always is.
+        waits_for: path of a file; there are pauses only while it exists. Empty: always.
     """
 
     dimension: Count = 16
@@ -41,7 +41,7 @@ class Paced(Quadratics, name="paced"):
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-    """The config of the quadratics, with the task "paced"."""
+    """Return the config of the quadratics with the task "paced"."""
     config = quadratics.get_config(arg)
     config.task, config.data = "paced", parts.section("task", "paced")
     return config

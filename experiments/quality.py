@@ -132,9 +132,6 @@ def check_texts(name: str, made: Mapping[str, list[Numbers | None]]) -> None:
         raise trials.Broken(f"{name}: rows have different texts (another Python's library?); give another --results and --out")
 
 
-# -- Tables and figures -----------------------------------------------------------------------------------------------
-
-
 def verdict(result: Result, reference: Result) -> str:
     """Return whether a row equals the reference (`seeds.equal`), differs by more than both intervals, or neither.
 

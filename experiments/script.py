@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from absl import flags
 import rich.box
 import rich.console
+from rich.padding import PaddingDimensions
 from rich.table import Table
 
 from decjax import files
@@ -98,8 +99,8 @@ def selects(name: str, is_complete: Callable[[Any], bool] | None = None) -> None
     flag: Any = flags.FLAGS[name]
     default = flag.default
 
-    def includes_default(value: Any) -> bool:
-        if isinstance(default, list):
+    def includes_default(value: list[str] | float) -> bool:
+        if isinstance(value, list):
             return set(default) <= set(value) if default else not value
         return value >= default
 
@@ -138,7 +139,7 @@ def folder() -> pathlib.Path:
     return out / "smoke" if _given("smoke") else out
 
 
-def publish(name: str, table: Table, draw: Callable[[str], None] | None = None, /, **numbers: Any) -> None:
+def publish(name: str, table: Table, draw: Callable[[str], None] | None = None, /, **numbers: object) -> None:
     """Write a result: `numbers` to NAME.json and a figure to NAME.png in `folder()`, and the table and the figure to --pages.
 
     Args:
@@ -172,13 +173,13 @@ def choose(rows: Sequence[AnyRow], names: Sequence[str], *always: str, flag: str
     return [row for row in rows if not names or row.name in (*names, *always)]
 
 
-def save(path: str | None, **fields: Any) -> None:
+def save(path: str | None, **fields: object) -> None:
     """Write the keyword arguments to a file as a JSON object; do nothing if `path` is None."""
     if path:
         files.write_whole(path, json.dumps(_finite(fields), indent=2) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Replace numbers that JSON does not have by None."""
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
@@ -187,7 +188,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def claim(out: pathlib.Path, **options: Any) -> None:
+def claim(out: pathlib.Path, **options: object) -> None:
     """Save the common options of the runs in a folder; end a command whose options differ from those saved there."""
     path = out / "options.json"
     try:
@@ -212,9 +213,15 @@ def check_path(flag: str, path: str) -> None:
 # -- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def table(*columns: str, left: int = 1, box: rich.box.Box = rich.box.MARKDOWN, **options: Any) -> Table:
+def table(
+    *columns: str,
+    left: int = 1,
+    box: rich.box.Box = rich.box.MARKDOWN,
+    title: str | None = None,
+    padding: PaddingDimensions = (0, 1),
+) -> Table:
     """Return an empty table whose first `left` columns are left-aligned (text), the others right-aligned (numbers)."""
-    table = Table(box=box, title_justify="left", **options)
+    table = Table(box=box, title=title, title_justify="left", padding=padding)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right")
     return table

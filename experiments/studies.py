@@ -1,14 +1,13 @@
-"""Which runs are compared, task by task: quality at equal tokens, the gap of gossip that overlaps, ablations, and methods for
-different data on each worker.
+"""The runs of each study: quality at equal tokens, the gap of overlapped gossip, ablations, and methods for heterogeneous data.
 
-Everything mixes while it computes (order "awc") unless a row says otherwise. `experiments.quality` makes the runs.
+Gossip is overlapped (order "awc") unless a row says otherwise. `experiments.quality` makes the runs.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 WORKERS, NODE, WINDOW = 16, 4, 8
-LEAD, OTHERS = 3, 1  # seeds of the rows that a claim is about, and of the others
+LEAD, OTHERS = 3, 1  # seeds of the rows of a claim, and of the others
 ALL_REDUCE = "all-reduce, AdamW"
 CHECKSUMS = {"multi30k": "c857046e", "cifar10": "0be870b2", "shakespeare": "df613551"}  # of the data of the results pages, by flag
 
@@ -18,11 +17,11 @@ class Row(NamedTuple):
 
     Attributes:
         shorthand: of its config.
-        seeds: how many runs it has beside those that tune its rate.
-        fields: of its config, dotted, beside those of the study.
-        longer: times the steps of the study.
-        grid: learning rates that are tried; none: those of the study.
-        like: the row whose rate it takes; "": its own is tuned.
+        seeds: number of runs besides those of tuning.
+        fields: of its config, dotted, in addition to those of the study.
+        longer: factor of the study's steps.
+        grid: learning rates for tuning; none: those of the study.
+        like: the row whose rate it has; "": it is tuned.
         against: the row that it is compared with; "": the first one.
     """
 
@@ -40,18 +39,18 @@ class Study(NamedTuple):
 
     Attributes:
         config: config file.
-        rows: methods by name; the first one is what the others are compared with.
-        metric: what is compared, an entry of summary.json.
+        rows: methods by name; the others are compared with the first one.
+        metric: entry of summary.json that is compared.
         unit: its unit.
-        grid: learning rates that are tried; a single one is taken as it is.
-        steps: of a training.
-        tuning_steps: of a run that tunes a rate; 0: as many as `steps`.
+        grid: learning rates for tuning; a single one is not tuned.
+        steps: of a run.
+        tuning_steps: of a run for tuning; 0: as many as `steps`.
         shorthand: of all rows.
         fields: of all rows.
-        tuning_fields: of the runs that tune a rate: validation data that the table does not show, where a task has them. Digits
-            and texts have none: a rate is chosen by the loss on the examples of the table, in a run with a seed of its own.
+        tuning_fields: of the runs for tuning: validation data that the table does not show, if the task has them. Digits and texts
+            have none: a rate is chosen by the loss on the examples of the table, in a run with a separate seed.
         data: the flag with the path of the data; "": none is needed.
-        rates: the study whose rates are taken; "": rates are tuned.
+        rates: the study whose rates are used; "": rates are tuned.
     """
 
     config: str
@@ -97,9 +96,13 @@ QUALITY = {
     "shakespeare": TEXT._replace(data="shakespeare", rates="python"),
 }
 
-# -- The gap of gossip that overlaps ----------------------------------------------------------------------------------
+# -- The gap of overlapped gossip -------------------------------------------------------------------------------------
 
-MAIN, ATC, TO_ZERO = "one-peer", "order atc", {"schedule.final_fraction": 0.0}  # MAIN: of configs/lm.py, whose gap is looked for
+MAIN, ATC, TO_ZERO = (
+    "one-peer",
+    "order atc",
+    {"schedule.final_fraction": 0.0},
+)  # MAIN: the method of configs/lm.py, whose gap is studied
 NESTEROV = {"optimizer.nesterov": True}  # the next step's momentum in this one, as NAdam
 MORE = f"{MAIN}, 1.25 × the steps"
 MOMENTS = {  # Each is tuned.
@@ -120,7 +123,7 @@ CANDIDATES = {  # They have the rate of MAIN.
     "equal replicas in the first 5 %": {"consensus_first": 100},
     "equal replicas in the last 5 %": {"consensus_last": 100},
 }
-GAP_ROWS = {  # Each has three seeds, since most rows of gossip differ by little more than their seeds do.
+GAP_ROWS = {  # Each has three seeds, since most rows of gossip differ by little more than their seeds.
     ALL_REDUCE: ALL,
     "all-reduce, one step stale": ALL._replace(shorthand=f"{ALL.shorthand},stale"),
     "all-reduce, β1 = 0.974": ALL._replace(fields={"optimizer.b1": 0.974}),
@@ -146,13 +149,13 @@ LARGE = GAP._replace(
 )
 ONE_PEER = f"topology={GRAPHS['one-peer']}"
 TRANSLATED = {name: METHODS[name] for name in (ALL_REDUCE, "D-Adam, AER", "D-Adam, one-peer")} | {
-    # 0.43 is 0.9 to the power of 8: a gradient acts for as many steps as with D-Adam.
+    # 0.43 is 0.9 to the power of 8: a gradient has the same lifetime in steps as with D-Adam.
     "AccumAdam, one-peer, β1 = 0.43": Row(f"{ONE_PEER},optimizer={ACCUM}", LEAD, {"optimizer.b1": 0.43}),
     "D-Adam, one-peer, 1.25 × the steps": METHODS["D-Adam, one-peer"]._replace(longer=1.25, seeds=OTHERS),
 }
 GAPS = {
     "gap": GAP,
-    # Four times as long; four times the batch, too; and that on a text that nothing was tuned on.
+    # Four times as long; also four times the batch; and that on a text without tuning.
     "gap_longer": GAP._replace(rows={name: GAP_ROWS[name] for name in (ALL_REDUCE, ATC, MAIN)}, steps=8000, tuning_steps=4000),
     "gap_both": LARGE,
     "gap_shakespeare": LARGE._replace(data="shakespeare", rates="gap_both"),

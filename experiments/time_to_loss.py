@@ -143,9 +143,6 @@ def trial(method: str, setup: Setup, tuned: Tuned, workdir: pathlib.Path, seed: 
     return Trial(workdir, f"{setup.job.config}:{shorthand}", tuple(fields.items()))
 
 
-# -- Tuning -----------------------------------------------------------------------------------------------------------
-
-
 def simulate(out: pathlib.Path, setup: Setup, method: str, tuned: Tuned) -> float:
     """Return the final loss of a simulated run, which is trained unless that is done; infinite if it diverged."""
     workdir = out / "tuning" / trials.name_of(method) / f"{tuned.rate:.3g}_{tuned.steps}"
@@ -186,9 +183,6 @@ def same(workdir: pathlib.Path, tuned: Tuned) -> None:
     made = Tuned(config["schedule"]["learning_rate"], config["steps"])
     if made != tuned:
         raise Failed(f"the run in {workdir} has {made}, and tuning gives {tuned} now; move it away, or give another --out")
-
-
-# -- Forecast ---------------------------------------------------------------------------------------------------------
 
 
 def simulated_round(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
@@ -240,9 +234,6 @@ def predict(path: pathlib.Path) -> dict[str, float]:
     exact, coded = known[ONE_PEER], costmodel.compressed(workload.compressed[0])
     modelled = {SYNC: known[SYNC], STALE: known[STALE], ONE_PEER: exact, ACCUM: exact, INT8: coded, ACCUM_INT8: coded}
     return {name: costmodel.predict(cluster_, workload, method).mean_s for name, method in modelled.items()}
-
-
-# -- Runs -------------------------------------------------------------------------------------------------------------
 
 
 def train(network: cluster.Network, out: pathlib.Path, setup: Setup, tuned: dict[str, Tuned], rounds: int) -> None:

@@ -1,4 +1,4 @@
-"""Data that are made up, in the form and a fraction of the size of real ones: for smoke runs and tests."""
+"""Synthetic data in the form and a fraction of the size of real ones, for smoke runs and tests."""
 
 import pathlib
 
@@ -9,13 +9,13 @@ PAIRS = {"train": 200, "val": 16, "test_2016_flickr": 6}  # of each split
 
 
 def sentences(count: int, seed: int, shortest: int = 12) -> list[str]:
-    """Sentences of `shortest` to twelve words. With twelve and `data.length=24` all batches have that length, the longest."""
+    """Return sentences of `shortest` to twelve words. With twelve and `data.length=24` all batches have that length, the longest."""
     rng = np.random.default_rng(seed)
     return [" ".join(rng.choice(WORDS, rng.integers(shortest, 12, endpoint=True))) for _ in range(count)]
 
 
 def multi30k(folder: pathlib.Path, shortest: int = 12) -> pathlib.Path:
-    """A folder of parallel files as Multi30k's; returns it."""
+    """Write a folder of parallel files like Multi30k's; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed, (split, count) in enumerate(PAIRS.items()):
         for language in ("de", "en"):
@@ -24,7 +24,7 @@ def multi30k(folder: pathlib.Path, shortest: int = 12) -> pathlib.Path:
 
 
 def cifar10(folder: pathlib.Path, images: int = 400) -> pathlib.Path:
-    """A folder as that of CIFAR-10's binary version, with so many images in each of its two files; returns it."""
+    """Write a folder like that of CIFAR-10's binary version, with so many images in each of its two files; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     for name in ("data_batch_1", "test_batch"):
@@ -35,7 +35,7 @@ def cifar10(folder: pathlib.Path, images: int = 400) -> pathlib.Path:
 
 
 def text(path: pathlib.Path, lines: int = 2000) -> pathlib.Path:
-    """A text of so many lines; returns its path."""
+    """Write a text of so many lines; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(sentences(lines, 0)) + "\n")
     return path

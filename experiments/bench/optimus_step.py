@@ -10,6 +10,7 @@ not counted, see `hlo.wire`. Memory is the compiler's estimate for one device.
 """
 
 import time
+from typing import cast
 
 from absl import flags
 import jax
@@ -25,13 +26,13 @@ from experiments import script
 FLAGS = flags.FLAGS
 
 
-def lowered(argument: str):
+def lowered(argument: str) -> tuple[train.Trainer, jax.stages.Lowered]:
     """Return (trainer, lowered program of the last step) of a shorthand of configs/gpt_optimus.py."""
     trainer = train.Trainer(parts.resolve(gpt_optimus.get_config(argument)))
     spec, workers = trainer.spec, trainer.workers
     tokens = trainer.setup.task.examples(spec.batch_per_worker)
     batch = jax.ShapeDtypeStruct((workers.num_workers, workers.stages, *tokens.shape), tokens.dtype, sharding=workers.stacked)
-    step = engine.whole_step(trainer.step_parts, trainer.method.phase(spec.steps - 1))
+    step = cast(jax.stages.Wrapped, engine.whole_step(trainer.step_parts, trainer.method.phase(spec.steps - 1)))
     return trainer, step.lower(trainer.abstract, batch, np.int32(0))
 
 

@@ -1,4 +1,4 @@
-"""A decjax worker of an emulated cluster: takes steps of any method of configs/lm.py when asked; see `group`."""
+"""A decjax worker of an emulated cluster: takes steps of any method of configs/lm.py on request; see `group`."""
 
 import collections
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Pausing(Stepper):
         super().__init__(config, self.pausing)
 
     def pausing(self, gradient: Callable) -> Callable:
-        """The gradient function with a pause before it, which keeps no core busy."""
+        """Return the gradient function with a pause before it, which keeps no core busy."""
 
         def sleep(_):
             time.sleep(self.pauses_s.popleft())
@@ -57,10 +57,9 @@ class Worker:
         self.steppers: dict[str, Stepper] = {}
 
     def prepare(self, method: str, argument: str, fields: dict[str, Any], batch_size: int, pauses: bool = False) -> dict[str, Any]:
-        """Builds and compiles a method; returns its period, in steps, and its number of parameters.
+        """Build and compile a method for as many workers as fit; return its period, in steps, and its number of parameters.
 
-        As many workers as the devices have room for. No step is taken yet: gloo fails if a process compiles 30 s longer than
-        others.
+        It takes no step: gloo fails if a process compiles 30 s longer than others.
         """
         config = lm.get_config(argument)
         config.update_from_flattened_dict(fields)
@@ -75,10 +74,9 @@ class Worker:
         return {"period": period, "parameters": sum(x.size for x in jax.tree.leaves(params))}
 
     def steps(self, method: str, count: int, pause_s: tuple[float, float] = (0.0, 0.0), seed: int = 0) -> list[float]:
-        """Seconds of `count` steps, each with a pause of pause_s[0] plus an exponential variable of mean pause_s[1].
+        """Return the seconds of `count` steps, each with a pause of pause_s[0] plus an exponential variable of mean pause_s[1].
 
-        The first step's time is measured separately; of the others' only the sum is meaningful, since they are not waited for one
-        by one.
+        The first step is measured separately; of the others only the sum is meaningful, since they are dispatched asynchronously.
         """
         fixed, mean = pause_s
         rng = np.random.default_rng((seed, jax.process_index()))
@@ -92,7 +90,7 @@ class Worker:
         return np.diff(marks_s).tolist()
 
     def throughput(self, address: str, num_bytes: int) -> float | None:
-        """Bytes per second of one TCP connection from process 1 to process 0, from the first byte to the last; None elsewhere."""
+        """Return the bytes per second of one TCP connection from process 1 to process 0; None elsewhere."""
         if jax.process_index() == 0:
             with socket.create_server((address, THROUGHPUT_PORT)) as listener, listener.accept()[0] as connection:
                 received, begun = len(connection.recv(1)), time.perf_counter()
@@ -106,7 +104,7 @@ class Worker:
 
 
 def _give_back_memory() -> None:
-    """Returns freed memory to the system, which glibc would keep: an emulated cluster has some twenty waiting workers."""
+    """Return freed memory to the system, which glibc would keep: an emulated cluster has about twenty waiting workers."""
     with contextlib.suppress(AttributeError):  # Another C library.
         ctypes.CDLL(None).malloc_trim(0)
 

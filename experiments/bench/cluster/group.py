@@ -1,10 +1,10 @@
-"""The parent's side of an emulated cluster: systems that are started once, wait on its hosts, and take turns.
+"""The parent of an emulated cluster: systems that are started once, wait on its hosts, and take turns.
 
     parent                                                   every worker of the system
     group.ask("steps", method="ring", count=4)   -- JSON ->  answers with what its handler returns
 
-A system that waits uses no processor and no link, so several of them measure on one machine within one run, interleaved, and
-whatever else the machine does falls on all alike.
+A system that waits uses no processor and no link, so several of them are measured on one machine within one interleaved run, and
+other load on the machine affects all of them.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ def done(what: str, code: int) -> None:
 
 
 def _complaint(lines: list[str]) -> str:
-    """The last line of a log that names an error, or else its last line."""
+    """Return the last line of a log that names an error, or else its last line."""
     return next((line for line in reversed(lines) if "rror: " in line), lines[-1] if lines else "a worker ended without a word")
 
 
 def _pipes(child: processes.Child) -> tuple[IO[str], IO[str]]:
-    """(standard input, standard output) of a child process."""
+    """Return (standard input, standard output) of a child process."""
     assert child.process.stdin is not None and child.process.stdout is not None
     return child.process.stdin, child.process.stdout
 
@@ -45,10 +45,10 @@ class Group:
 
     Args:
         network: the hosts.
-        module: what every process runs; it takes --coordinator, --num_processes and --process_index, and calls `serve`.
+        module: of every process, with the flags --coordinator, --num_processes and --process_index; it calls `serve`.
         per_host: processes on each host.
         environment: variables added to this process's environment.
-        python: an interpreter with what the module imports; None: this one.
+        python: an interpreter that can import the module; None: this one.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Group:
             process = processes.start(inside, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True)
             self._children.append(processes.Child(process, log))
 
-    def ask(self, do: str, **arguments: Any) -> list[Any]:
-        """The answers of all processes to a request, in the order of their indices.
+    def ask(self, do: str, **arguments: object) -> list[Any]:
+        """Return the answers of all processes to a request, in the order of their indices.
 
         Raises:
             Failed: if one of them ends instead; the others are then ended, too.
@@ -84,7 +84,7 @@ class Group:
         return [json.loads(answer) for answer in answers]
 
     def close(self) -> None:
-        """Closes the processes' standard inputs, so that they end, and kills those that do not."""
+        """Close the processes' standard inputs, so that they end, and kill those that do not."""
         for child in self._children:
             with contextlib.suppress(OSError):
                 _pipes(child)[0].close()

@@ -1,4 +1,4 @@
-"""A worker's side of an emulated cluster: waits for requests on its standard input, one JSON object a line, and answers likewise.
+"""A worker of an emulated cluster, which answers requests on its standard input, one JSON object a line.
 
 Standard library only, since the peers run without JAX.
 """
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def serve(handlers: dict[str, Callable[..., Any]]) -> None:
-    """Answers `{"do": name, **arguments}` with what `handlers[name](**arguments)` returns, until standard input is closed."""
+    """Answer `{"do": name, **arguments}` with `handlers[name](**arguments)` until standard input is closed."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What libraries print goes to standard error, not between the answers.
+    os.dup2(2, 1)  # Output of libraries goes to standard error, not between the answers.
     for line in sys.stdin:
         request = json.loads(line)
         answer = handlers[request.pop("do")](**request)

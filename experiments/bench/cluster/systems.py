@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from experiments.bench.cluster.group import Failed, Group
 from launch import cluster, command
 
-LEAST_STEPS = 5  # of workers that do not wait for each other, so that all of them compute at the same time for most of a visit
+LEAST_STEPS = 5  # without communication, so that all workers compute at the same time for most of a visit
 MODEL = dict(vocabulary=1536, context=128, width=320, hidden=1280, heads=5, depth=4)
 BATCH_SIZE = 8  # sequences per worker and step
 ERRORS = (command.UserError, Failed, OSError)  # errors that end an experiment on an emulated cluster
@@ -55,10 +55,12 @@ def decjax(
     batch_size: int = BATCH_SIZE,
     pauses: bool = False,
     pause_s: float = 0.0,
-    **fields: Any,
+    **fields: object,
 ) -> Row:
-    """A row of decjax: `argument` is a shorthand of configs/lm.py, `fields` are dotted fields; with `pauses` its steps can pause, and
-    with `pause_s` each does, so long."""
+    """Return a row of decjax.
+
+    `argument` is a shorthand of configs/lm.py, `fields` are dotted fields. With `pauses` its steps can pause; with `pause_s` each does.
+    """
     fields |= {f"model.{key}": size for key, size in model.items()}
     if "method=local" not in argument.split(","):  # It sends nothing and refuses both fields.
         fields |= {"bucket_bytes": bucket_bytes, "local_size": local_size}
@@ -66,8 +68,8 @@ def decjax(
     return Row(name, how, False, local_size, visits={"pause_s": (pause_s, 0.0)} if pause_s else {})
 
 
-def torch(name: str, kind: str, local_size: int = 1, batch_size: int = BATCH_SIZE, apart: bool = False, **options: Any) -> Row:
-    """A row of PyTorch: `kind` is one of torch_worker's METHODS, which takes the `options`."""
+def torch(name: str, kind: str, local_size: int = 1, batch_size: int = BATCH_SIZE, apart: bool = False, **options: object) -> Row:
+    """Return a row of PyTorch: `kind` is one of torch_worker's METHODS, which takes the `options`."""
     return Row(name, {"kind": kind, "model": MODEL, "batch_size": batch_size, **options}, True, local_size, apart)
 
 
@@ -79,7 +81,7 @@ class Visit(NamedTuple):
 
 
 class Runner(contextlib.ExitStack):
-    """Starts and measures rows on a network; rows of PyTorch need `peers`, a Python with requirements-peers.txt."""
+    """Starts and measures rows on a network; rows of PyTorch need `peers`, an interpreter with requirements-peers.txt."""
 
     def __init__(self, network: cluster.Network, peers: str | None = None):
         super().__init__()
@@ -91,7 +93,7 @@ class Runner(contextlib.ExitStack):
         self._of: dict[str, str] = {}  # row -> its group
 
     def prepare(self, row: Row, needed: bool = False) -> None:
-        """Starts the row's processes unless they run already, compiles it and takes two periods of steps.
+        """Start the row's processes unless they run already, compile it and take two periods of steps.
 
         A row that cannot run is entered in `refused`, and so are the rows that shared its processes.
 
@@ -110,13 +112,13 @@ class Runner(contextlib.ExitStack):
             self._of[row.name] = row.group
 
     def prepare_all(self, rows: Sequence[Row], needed: bool = False) -> None:
-        """Prepares rows, and prints which of them can run."""
+        """Prepare rows, and print which of them can run."""
         for row in rows:
             self.prepare(row, needed)
             print(f"{row.name}: {self.refused.get(row.name) or 'ready'}", flush=True)
 
     def refuse(self, row: Row, failure: Failed) -> None:
-        """Enters a row whose processes have ended in `refused`, and all rows that shared them."""
+        """Enter a row whose processes have ended in `refused`, and all rows that shared them."""
         self._groups.pop(row.group, None)
         lost = [name for name, group in self._of.items() if group == row.group]
         self.refused |= dict.fromkeys(lost, f"its processes ended with {row.name!r}") | {row.name: str(failure)}
@@ -144,8 +146,8 @@ class Runner(contextlib.ExitStack):
             self.callback(group.close)
         return self._groups[row.group]
 
-    def visit(self, row: Row, steps: int = 1, **how: Any) -> Visit:
-        """Measures a row for at least `steps` steps, in whole periods of its schedule; without communication, `LEAST_STEPS` or more."""
+    def visit(self, row: Row, steps: int = 1, **how: object) -> Visit:
+        """Measure a row for at least `steps` steps, in whole periods of its schedule; without communication, `LEAST_STEPS` or more."""
         period = self.periods[row.name]
         count = 1 + max(-(-steps // period) * period, LEAST_STEPS if row.alone else 1)
         before = self.network.bytes()
@@ -154,7 +156,7 @@ class Runner(contextlib.ExitStack):
         return Visit(statistics.mean(statistics.mean(times_s[1:]) for times_s in per_worker), sent / count)
 
     def throughput_Bps(self, row: Row, seconds: float = 2.0) -> float:
-        """Bytes per second of a TCP connection between the first two hosts; `row` belongs to a group with one process per host."""
+        """Return the bytes per second of a TCP connection between the first two hosts; `row` has one process per host."""
         num_bytes = int(seconds * (self.network.rate_Bps(0) or 1e8))
         measured, *_ = self._group(row).ask("throughput", address=self.network.addresses[0], num_bytes=num_bytes)
         return measured
@@ -163,9 +165,9 @@ class Runner(contextlib.ExitStack):
 def interleaved(
     runner: Runner, rows: Sequence[Row], rounds: int, steps: Callable[[Row], int] = lambda row: 1
 ) -> Iterator[tuple[Row, Visit]]:
-    """(row, visit) of all rows in turn, `rounds` times, with another first row each time, for at least `steps(row)` steps each.
+    """Yield (row, visit) of all rows in turn, `rounds` times, with another first row each time, for at least `steps(row)` steps each.
 
-    A row that cannot run is left out from then on.
+    A row that cannot run is skipped from then on.
     """
     rows = [row for row in rows if row.name in runner.periods]
     for k in range(rounds):

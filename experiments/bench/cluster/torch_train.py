@@ -1,14 +1,13 @@
 """PyTorch's DDP, or decent-dp, on the data, schedule and evaluations of a run of decjax; a process of experiments.time_to_loss.
 
-Needs requirements-peers.txt and nothing of decjax. `--workdir` holds config.json; data.npz: train [S, N, B, T + 1] and valid
-[W, T + 1], bytes; and start.npz, the first parameters. Writes metrics.jsonl and summary.json in the form of launch.train, as far as
-experiments.race reads them. Where it differs from decjax is what is clipped: DDP clips the averaged gradient, decent-dp that of each
-bucket, decjax each worker's own.
+Needs requirements-peers.txt and not decjax. `--workdir` holds config.json; data.npz: train [S, N, B, T + 1] and valid
+[W, T + 1], bytes; and start.npz, the initial parameters. Writes metrics.jsonl and summary.json with the fields that experiments.race
+reads. Clipping differs: DDP clips the averaged gradient, decent-dp that of each bucket, decjax that of each worker.
 """
 # pyright: reportMissingImports=false
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import json
 import math
@@ -21,11 +20,11 @@ import torch
 from torch import nn
 import torch.distributed as dist
 
-from experiments.bench.cluster.torch_worker import DecoderLM
+from experiments.bench.cluster.torch_worker import DecoderLM, join
 
 
 def learning_rate(step: int, schedule: dict[str, Any], steps: int) -> float:
-    """Linear warm-up, then a cosine: `decjax.optim.optimizers.cosine`."""
+    """Return the learning rate of `decjax.optim.optimizers.cosine`: linear warm-up, then a cosine."""
     warmup, peak, final = schedule["warmup_steps"], schedule["learning_rate"], schedule["final_fraction"]
     if step < warmup:
         return peak * step / warmup
@@ -34,7 +33,7 @@ def learning_rate(step: int, schedule: dict[str, Any], steps: int) -> float:
 
 @torch.no_grad()
 def start(model: DecoderLM, given: Mapping[str, np.ndarray]) -> None:
-    """Sets the parameters to those of `decjax.models.decoder`, by path: layers are stacked, kernels [in, out], qkv [in, H, 3, K]."""
+    """Set the parameters to those of `decjax.models.decoder`, by path: layers are stacked, kernels [in, out], qkv [in, H, 3, K]."""
 
     def set_to(parameter: nn.Parameter, values: np.ndarray) -> None:
         parameter.copy_(torch.from_numpy(np.ascontiguousarray(values)))
@@ -54,7 +53,7 @@ def start(model: DecoderLM, given: Mapping[str, np.ndarray]) -> None:
 
 
 def evaluate(model: nn.Module, valid_WxT1: torch.Tensor) -> float:
-    """Mean validation loss, nats/byte; each process takes its share of the windows."""
+    """Return the mean validation loss, nats/byte; each process evaluates its share of the windows."""
     own_WxT1 = valid_WxT1[dist.get_rank() :: dist.get_world_size()]
     with torch.no_grad():
         total = torch.tensor([sum(model(window[None]).item() for window in own_WxT1), float(len(own_WxT1))], dtype=torch.float64)
@@ -78,7 +77,7 @@ class AllReduce:
         self.optimizer.step()
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """While it is open, the parameters are those of the averaged model: here they always are."""
+        """Context manager in which the parameters are those of the averaged model, as always here."""
         return contextlib.nullcontext()
 
 
@@ -109,8 +108,8 @@ class Gossip:
         self.model(tokens_BxT1).backward()
 
     @contextlib.contextmanager
-    def averaged(self):
-        """While it is open, the parameters are those of the averaged model."""
+    def averaged(self) -> Iterator[None]:
+        """Context manager in which the parameters are those of the averaged model."""
         self.model.global_avg()
         yield
         self.model.revert_global_avg()
@@ -119,7 +118,7 @@ class Gossip:
 METHODS = {"ddp": AllReduce, "decent_dp": Gossip}
 
 
-def adamw(parameters: Any, config: dict[str, Any]) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[nn.Parameter], config: dict[str, Any]) -> torch.optim.Optimizer:
     options, rate = config["optimizer"], config["schedule"]["learning_rate"]
     return torch.optim.AdamW(parameters, rate, betas=(options["b1"], options["b2"]), weight_decay=options["weight_decay"])
 
@@ -151,20 +150,10 @@ def train(workdir: pathlib.Path, name: str) -> None:
         print(f"validation loss {loss:.4f}")
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--coordinator", required=True)
-    parser.add_argument("--num_processes", type=int, required=True)
-    parser.add_argument("--process_index", type=int, required=True)
     parser.add_argument("--workdir", type=pathlib.Path, required=True)
     parser.add_argument("--method", required=True, choices=list(METHODS))
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    address = f"tcp://{chosen.coordinator}"
-    dist.init_process_group("gloo", init_method=address, world_size=chosen.num_processes, rank=chosen.process_index)
-    train(chosen.workdir, chosen.method)
+    options = join(parser)
+    train(options.workdir, options.method)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """A PyTorch worker of an emulated cluster: decjax.models in PyTorch, alone, under DDP (with PowerSGD), or under decent-dp; see `group`.
 
-Needs requirements-peers.txt and nothing of decjax. One thread computes, as in a decjax worker; gloo has its own.
+Needs requirements-peers.txt and not decjax. One thread computes, as in a decjax worker; gloo has its own.
 """
 # pyright: reportMissingImports=false
 
@@ -82,20 +82,20 @@ class Alone:
         self.optimizer.step()
 
     def finish(self) -> None:
-        """Waits for what is still on its way."""
+        """Wait for messages."""
 
 
 class DDP(Alone):
     """torch's DistributedDataParallel."""
 
-    def __init__(self, model: nn.Module, **options: Any):
+    def __init__(self, model: nn.Module, **options: object):
         super().__init__(nn.parallel.DistributedDataParallel(model, **options))
 
 
 class PowerSGD(DDP):
     """DistributedDataParallel with PyTorch's PowerSGD hook."""
 
-    def __init__(self, model: nn.Module, rank: int, **options: Any):
+    def __init__(self, model: nn.Module, rank: int, **options: object):
         super().__init__(model, **options)
         state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -104,7 +104,7 @@ class PowerSGD(DDP):
 class DecentDP(Alone):
     """decent-dp's DecentralizedDataParallel, whose hooks update and send one bucket after the other."""
 
-    def __init__(self, model: nn.Module, **options: Any):
+    def __init__(self, model: nn.Module, **options: object):
         from decent_dp.ddp import DecentralizedDataParallel
 
         self.model = DecentralizedDataParallel(model, lambda named: adamw([parameter for _, parameter in named]), **options)
@@ -128,9 +128,9 @@ class Worker:
         self.index, self.methods, self.tokens = index, {}, {}
 
     def prepare(
-        self, method: str, kind: str, model: dict[str, int], batch_size: int, period: int = 1, **options: Any
+        self, method: str, kind: str, model: dict[str, int], batch_size: int, period: int = 1, **options: object
     ) -> dict[str, Any]:
-        """Builds a method; returns its period, in steps, and its number of parameters."""
+        """Build a method; return its period, in steps, and its number of parameters."""
         torch.manual_seed(0)
         net, generator = DecoderLM(**model), torch.Generator().manual_seed(self.index)
         self.methods[method] = METHODS[kind](net, **options)
@@ -138,7 +138,7 @@ class Worker:
         return {"period": period, "parameters": sum(x.numel() for x in net.parameters())}
 
     def steps(self, method: str, count: int) -> list[float]:
-        """Seconds of each of `count` steps."""
+        """Return the seconds of each of `count` steps."""
         stepper, times_s = self.methods[method], []
         for _ in range(count):
             begun = time.perf_counter()
@@ -148,18 +148,18 @@ class Worker:
         return times_s
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def join(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Join the group of processes that the command line describes; return its arguments."""
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--num_processes", type=int, required=True)
     parser.add_argument("--process_index", type=int, required=True)
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    address = f"tcp://{chosen.coordinator}"
-    dist.init_process_group("gloo", init_method=address, world_size=chosen.num_processes, rank=chosen.process_index)
-    worker = Worker(chosen.process_index)
-    serve({"prepare": worker.prepare, "steps": worker.steps})
+    address = f"tcp://{options.coordinator}"
+    dist.init_process_group("gloo", init_method=address, world_size=options.num_processes, rank=options.process_index)
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    worker = Worker(join(argparse.ArgumentParser(description=__doc__)).process_index)
+    serve({"prepare": worker.prepare, "steps": worker.steps})

@@ -21,9 +21,9 @@ VALIDATION_WINDOWS = 64
 
 
 def write_text(path: pathlib.Path, context: int) -> pathlib.Path:
-    """A text for `--config.data.path`, unless it is there; returns its path.
+    """Write a text for `--config.data.path`, unless that is done; return its path.
 
-    Its last part, which runs validate on, is windows of the standard library's held-out files; the first, its other files.
+    Its last part, for validation, is windows of the standard library's held-out files; the first, its other files.
     """
     if not path.is_file():
         corpus = text.load_corpus(min_bytes=context + 1)
@@ -35,7 +35,7 @@ def write_text(path: pathlib.Path, context: int) -> pathlib.Path:
 
 
 def check(python: str) -> None:
-    """Raises `Failed` unless an interpreter has experiments/requirements-peers.txt."""
+    """Raise `Failed` unless an interpreter has experiments/requirements-peers.txt."""
     try:
         done = subprocess.run([python, "-c", "import torch, decent_dp"], capture_output=True, text=True, check=False)
         problem = done.stderr.strip().splitlines()[-1:] if done.returncode else []
@@ -46,7 +46,7 @@ def check(python: str) -> None:
 
 
 def prepare(twin: pathlib.Path, workdir: pathlib.Path) -> dict[str, Any]:
-    """Writes what `torch_train` reads into a directory, for the twin of a run of decjax; returns that run's config."""
+    """Write the input of `torch_train` into a directory, for the twin of a run of decjax; return that run's config."""
     config = json.loads((twin / "config.json").read_text())
     context, workers = config["model"]["context"], config["workers"]
     corpus = text.load_corpus(config["data"]["path"])
@@ -63,7 +63,7 @@ def prepare(twin: pathlib.Path, workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def first_parameters(config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The parameters with which a run of decjax starts, by path, such as "blocks/up/kernel"."""
+    """Return the initial parameters of a run of decjax, by path, such as "blocks/up/kernel"."""
     spec = parts.read(config)
     assert spec.model is not None
     params = registry.make("model", spec.model.name, **spec.model.options).init(jax.random.key(spec.seed))
@@ -72,13 +72,14 @@ def first_parameters(config: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def train(network: cluster.Network, python: str, method: str, twin: pathlib.Path, workdir: pathlib.Path) -> int:
-    """Trains a peer on the hosts of a network as a run of decjax was trained there, one process a host; returns the exit code.
+    """Train a peer on the hosts of a network like a run of decjax, one process a host; return the exit code.
 
     Args:
+        network: the hosts.
         python: an interpreter with experiments/requirements-peers.txt.
         method: "ddp" or "decent_dp".
-        twin: the directory of that run.
-        workdir: gets what `torch_train` reads and writes.
+        twin: the directory of the run of decjax.
+        workdir: of the input and output of `torch_train`.
     """
     hosts = prepare(twin, workdir)["workers"]
     lines = processes.command_lines(
