@@ -6,7 +6,7 @@
 
 The program is compiled for forced devices of the CPU backend; nothing is computed, and no array of the model is created. Bytes are read
 from the program, per device of each stage and step (the CPU backend widens 16-bit sums to 32); those within tensor-parallel groups are
-not counted, see `hlo.wire`. Memory is the compiler's estimate for one device.
+not counted, see `program.hlo`. Memory is the compiler's estimate for one device.
 """
 
 import time
@@ -43,12 +43,13 @@ def main() -> None:
     trainer, program = lowered(FLAGS.arg)
     lowered_s = time.monotonic()
     executable = program.compile()
+    memory = executable.memory_analysis()
+    assert memory is not None
     sent = hlo.bytes_by_stage(hlo.text(executable), trainer.workers.sizes)
     columns = ("stage", *(f"to another {axis}" for axis in sent))
     rows = script.table(*columns, left=0, title="MB that a device sends in a step")
     for stage in range(trainer.workers.stages):
         rows.add_row(str(stage), *(f"{sent_NxS[0, stage] / trainer.workers.tensor / 1e6:.3f}" for sent_NxS in sent.values()))
-    memory = executable.memory_analysis()
     script.show(
         rows,
         f"{parts.size(trainer.spec.document).params / 1e9:.3f}e9 parameters; a device holds {memory.argument_size_in_bytes / 1e9:.2f} GB "

@@ -15,6 +15,7 @@ scanned, one worker per chip. A row has the worst message of all phases of a met
     ends           share of the backward pass before the program waits for the message
     meanwhile      share of the matrix products of both passes between the two
 """
+# pyright: reportInvalidTypeForm=false
 
 from collections.abc import Iterator, Sequence
 import importlib.util
