@@ -84,9 +84,6 @@ class Record(NamedTuple):
         return tuple(evaluated.get(key) for key in ("loss", "loss_min", "loss_max"))
 
 
-# -- Reading ----------------------------------------------------------------------------------------------------------
-
-
 def flatten(config: dict, prefix: str = "") -> dict[str, Any]:
     """Return a nested dict with dotted names: {"a.b": 1} for {"a": {"b": 1}}."""
     flat = {}
@@ -157,9 +154,6 @@ def load(directory: pathlib.Path) -> Record:
     return Record(directory, config, train, evaluations, summary)
 
 
-# -- Names ------------------------------------------------------------------------------------------------------------
-
-
 def _identity(run: Record) -> dict[str, Any]:
     """Return the fields of a config that determine the training, by which runs are named."""
     config = {key: value for key, value in run.config.items() if not key.startswith(UNINFORMATIVE)}
@@ -221,9 +215,6 @@ def loss_unit(runs: list[Record]) -> str:
     return kinds.pop()[1] if len(kinds) == 1 else ""
 
 
-# -- The table --------------------------------------------------------------------------------------------------------
-
-
 def cells(runs: list[Record], names: list[str]) -> tuple[list[str], list[list[str]]]:
     """Return (header, rows) of the table as text; "–" where a run has no value yet."""
     header = ["run", "steps", "eval loss", "to first", "workers' loss", "consensus", "time, s", f"{items(runs)}/s", "MB/step"]
@@ -270,9 +261,6 @@ def table(header: list[str], rows: list[list[str]]) -> script.Table:
     for row in rows:
         drawn.add_row(*map(rich.markup.escape, row))
     return drawn
-
-
-# -- The figure -------------------------------------------------------------------------------------------------------
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -350,7 +338,7 @@ def main(argv: list[str]) -> int:
     if not argv:
         command.fail("no runs; give the directories that launch.train has written")
     paths = [pathlib.Path(os.path.normpath(path)) for path in argv]
-    if any(path.is_dir() for path in paths):  # A pattern such as sweeps/graphs/* names the files beside the runs as well.
+    if any(path.is_dir() for path in paths):  # A pattern such as sweeps/graphs/* also matches files.
         paths = [path for path in paths if not path.is_file()]
     runs = [load(path) for path in paths]
     names = labels(runs)

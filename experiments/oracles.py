@@ -273,7 +273,7 @@ def _nodes(graph: str, partition: str) -> Task:
 
 @functools.cache
 def _gradient_of_nodes() -> Callable:
-    """The gradient of any graph with as many features and classes, so that equal shapes are compiled once."""
+    """Return the gradient of any graph with as many features and classes, so that equal shapes are compiled once."""
     task = _nodes("blocks", "random")
     return jax.jit(jax.grad(lambda params, batch: task.loss(params, (), batch, None)[0]))
 
@@ -286,7 +286,7 @@ def adaptive_serverless(smoke: bool) -> float:
 
 
 def _floor(num_workers: int, seeds: int, steps: int = 3000, size: int = 16) -> float:
-    """The squared distance of the workers' mean from the optimum of ½ ‖x‖², whose gradients have noise of deviation 1 in each coordinate;
+    """Return the squared distance of the workers' mean from the optimum of ½ ‖x‖² whose gradients have noise of deviation 1;
     a mean over the second half of the steps and over seeds."""
     workers = mesh.simulated_workers(num_workers)
     mixer = gossip.every(gossip.exact(topology.make("one_peer_exponential", num_workers), Channel(workers.axis)), 4)
@@ -404,9 +404,9 @@ def gravac_drop(smoke: bool) -> float:
 
 
 def _rungs(kind: Callable[[int], tuple[bool, int]], steps: int, window: int, step_s: np.ndarray | None = None) -> np.ndarray:
-    """The rung of GraVAC in each step, for four workers; `kind(step)` says whether gradients have a few large values, and their seed.
+    """Return the rung of GraVAC in each step, for four workers; `kind(step)` is (gradients have a few large values, their seed).
 
-    With `step_s`, the seconds of a step on each rung, speed is measured, by clocks of which each worker's differs by up to a half."""
+    With `step_s`, the seconds of a step on each rung, speed is measured, by clocks that differ by up to a half between workers."""
     state, average, observe = _ladder(window, "" if step_s is None else "measured")
     found = []
     for step in range(steps):

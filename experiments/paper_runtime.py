@@ -189,7 +189,7 @@ def plot(path: str, rows: list[tuple[str, int, np.ndarray]]) -> None:
             predicted = np.array([ms for cluster, _, ms in rows if cluster == name])
             measured = np.array(list(MEASURED_MS[name].values()))
             for index, (label, color, marker) in enumerate(zip(METHODS.values(), colors, markers, strict=True)):
-                width = 3.5 if label == METHODS["exp"] else 1.5  # Wide, since the line of AER often lies exactly on it.
+                width = 3.5 if label == METHODS["exp"] else 1.5  # wide, since it often coincides with the line of AER
                 axis.plot(sizes, predicted[:, index], color=color, linewidth=width, label=label)
                 axis.plot(list(MEASURED_MS[name]), measured[:, index], marker, color=color, markersize=6, markeredgecolor="white")
             axis.axvspan(max(MEASURED_MS[name]) * 2**0.25, sizes[-1] * 2**0.25, color="0.93", zorder=0)

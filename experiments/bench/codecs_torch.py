@@ -167,7 +167,7 @@ def main():
     x, codecs = torch.randn(size), equivalents(size)
 
     def times_s(name):
-        """Seconds of one encode and one decode; None where there is no equivalent."""
+        """Return the seconds of one encode and one decode; None if there is no equivalent."""
         if name not in codecs:
             return None
         encode, decode = codecs[name]

@@ -53,7 +53,7 @@ def main() -> None:
     script.show(
         rows,
         f"{parts.size(trainer.spec.document).params / 1e9:.3f}e9 parameters; a device holds {memory.argument_size_in_bytes / 1e9:.2f} GB "
-        f"of state and needs {memory.temp_size_in_bytes / 1e9:.2f} GB beside it; lowered in {lowered_s - start_s:.0f} s, "
+        f"of state and needs {memory.temp_size_in_bytes / 1e9:.2f} GB in addition; lowered in {lowered_s - start_s:.0f} s, "
         f"compiled in {time.monotonic() - lowered_s:.0f} s",
     )
 

@@ -30,7 +30,7 @@ class Hook:
         self.qs = None
 
     def step(self) -> float:
-        """Seconds of one reduction."""
+        """Return the seconds of one reduction."""
         for view, g in zip(self.views, self.grads):
             view.copy_(g)
         begun = time.perf_counter()

@@ -26,7 +26,7 @@ MOST_PERIOD = 128  # steps after which a schedule repeats, at most
 
 
 class Pausing(Stepper):
-    """A stepper whose steps can pause, to stand for slower computing."""
+    """A stepper whose steps can pause, to simulate slower compute."""
 
     def __init__(self, config: ml_collections.ConfigDict):
         self.pauses_s: collections.deque[float] = collections.deque()  # of steps that have not begun yet
