@@ -164,7 +164,8 @@ def publish(name: str, table: Table, draw: Callable[[str], None] | None = None, 
 def check_names(flag: str, names: Sequence[str], known: Sequence[str] | Mapping[str, object]) -> None:
     """End a command if a flag has a name that is not known."""
     if unknown := [name for name in names if name not in known]:
-        command.fail(f"--{flag}={unknown[0]} is unknown; use some of {'; '.join(known)}")
+        separator = "; " if any("," in name for name in known) else ", "
+        command.fail(f"--{flag}={unknown[0]} is unknown; use some of {separator.join(known)}")
 
 
 def choose(rows: Sequence[AnyRow], names: Sequence[str], *always: str, flag: str = "row") -> list[AnyRow]:
