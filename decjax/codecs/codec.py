@@ -108,7 +108,7 @@ class OfValues(Codec):
     """Base of codecs that choose or compute some values, or factors, which a second codec encodes.
 
     Attributes:
-        values: the second codec, one without state, key or matrices, such as `int8`.
+        values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
     """
 
     requires = (

@@ -159,7 +159,7 @@ class Compensated(CodedGossip):
 
     Attributes:
         codec: C, contractive.
-        gamma: γ in (0, 1]; None: 1 for a codec that keeps 0.9 of the energy of noise, else half of the fraction it keeps.
+        gamma: γ in (0, 1]; None: 1 without a codec or for one that keeps 0.9 of the energy of noise, else half of what it keeps.
     """
 
     _: dataclasses.KW_ONLY
