@@ -1,5 +1,6 @@
 """Exchange engines: the split engine takes the fused one's steps with a separate exchange; stale all-reduce against NumPy."""
 
+import dataclasses
 import functools
 import os
 
@@ -223,7 +224,7 @@ def test_stale_adam_has_no_step_without_a_gradient():
 
 
 def test_engines_that_cannot_be_are_refused():
-    atc = decentralized("ring", optax.adamw(LR))._replace(exchange=None)
+    atc = dataclasses.replace(decentralized("ring", optax.adamw(LR)), order="atc")
     with pytest.raises(ValueError, match="engine='warp' is unknown; use one of auto, fused, split"):
         engine.choose("warp", atc, workers())
     with pytest.raises(ValueError, match="engine 'split' needs an exchange .* use engine 'fused'"):
