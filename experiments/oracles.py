@@ -9,7 +9,7 @@ import json
 import pathlib
 import statistics
 import tempfile
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -352,15 +352,16 @@ def boundary_autoencoder(smoke: bool) -> float:
     width = 16 if smoke else 64
     model = models.decoder_lm(width=width, hidden=2 * width, depth=4, context=32)
     layers, tokens = (1, 1, 1, 1), jax.random.randint(jax.random.key(1), (4, 33), 0, 256)
-    wide = autoencoder.insert(model, layers, width)
+    assert model.parts is not None
+    wide = cast(models.Model, autoencoder.insert(cast(autoencoder.HasParts, model), layers, width))
     params = jax.jit(wide.init)(jax.random.key(0))
     params["head"]["kernel"] = (
         jax.random.normal(jax.random.key(2), params["head"]["kernel"].shape) / width**0.5
     )  # It starts at zero.
     whole = np.asarray(model.nll(params, tokens, None))
-    starts = params, jax.jit(lambda params: autoencoder.fit(model.parts, params, layers, tokens[None]))(params)
+    principal_params = jax.jit(functools.partial(autoencoder.fit, model.parts, layers=layers, tokens_PxBxT1=tokens[None]))(params)
     nll = jax.jit(lambda params: wide.nll(params, tokens, None))
-    return max(float(np.abs(np.asarray(nll(start)) / whole - 1).max()) for start in starts)
+    return max(float(np.abs(np.asarray(nll(start)) / whole - 1).max()) for start in (params, principal_params))
 
 
 @system(
