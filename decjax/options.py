@@ -110,7 +110,7 @@ def checked(function: F, called: str = "", then: Callable[[Any, Mapping[str, Any
         bound.apply_defaults()
         return then(result, bound.arguments)
 
-    return with_check  # pyright: ignore[reportReturnType]
+    return typing.cast(F, with_check)
 
 
 def checked_class(cls: type[T]) -> type[T]:

@@ -9,6 +9,7 @@ from decjax import registry, tasks
 from decjax.config.setup import Setup
 from decjax.config.spec import AUTO, Averaging, Choice, Layers, RunSpec, StageMessages, plain_fields
 from decjax.optim.method import Method
+from decjax.pipeline.source import Source
 
 CONSENSUS = ("consensus_every", "consensus_first", "consensus_last")
 
@@ -56,7 +57,9 @@ def check(spec: RunSpec) -> None:
         if (rule.always or (value is not None and value != _default(rule.path))) and rule.broken(spec):
             raise ValueError(f"{rule.path}={value!r}{rule.why(spec)}; {rule.fix(spec)}")
     if spec.source:
-        registry.part("source", spec.source.name).factory.check(spec)  # pyright: ignore[reportFunctionMemberAccess]
+        factory = registry.part("source", spec.source.name).factory
+        assert isinstance(factory, type) and issubclass(factory, Source)
+        factory.check(spec)
 
 
 def _every(spec: RunSpec) -> int:

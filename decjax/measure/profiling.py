@@ -200,15 +200,14 @@ def form(name: str, spec: config_lib.RunSpec) -> Form:
             f"{name!r} cannot be measured as a compressed method: it must be gossip in order 'awc', or an all-reduce "
             "that is not stale, with phases that do not depend on data"
         )
-    params = timing.shapes(trainer)
+    params, layout, n = timing.shapes(trainer), timing.layout(trainer), workers.num_workers
     sent = np.mean([method.num_bytes(params, phase).mean() for phase in phases])
-    total_bytes, n = timing.layout(trainer).num_bytes, workers.num_workers
     if topology:
-        exact = np.mean([rounds_lib.sent_bytes(round_, timing.layout(trainer)).mean() for round_ in topology.rounds])
+        exact = np.mean([rounds_lib.sent_bytes(round_, layout).mean() for round_ in topology.rounds])
         return Form(name, trainer, phases, float(sent / exact), 1.0)
     sums, like = [], trainer.abstract
     workers.eval_shape(_silent_update(trainer, phases[0], sums), (0, 0), like, like.params)
-    return Form(name, trainer, phases, float(sent / (2 * (n - 1) / n * total_bytes)), sum(sums))
+    return Form(name, trainer, phases, float(sent / (2 * (n - 1) / n * layout.num_bytes)), sum(sums))
 
 
 def _silent(trainer: Trainer, fn: Callable, sums: list[float] | None = None) -> Callable:
@@ -279,11 +278,11 @@ def measure(
     Raises:
         ValueError: if larger exchanges do not take longer, so that no bandwidth can be fitted.
     """
-    watch = timing.Stopwatch(trainer.workers)
+    workers, watch = trainer.workers, timing.Stopwatch(trainer.workers)
     steps, codings = step_actions(trainer), codec_actions(trainer)
     exchanged, forms = timing.exchange_actions(trainer, sizes or sizes_up_to_model(trainer)), [gossip(trainer), *forms]
     # Elsewhere a compiler overlaps both, and devices of one process could occupy all threads with waiting.
-    overlapped = timing.OverlappedExchange(trainer, steps["gradient"]) if trainer.workers.needs_sender else None
+    overlapped = timing.OverlappedExchange(trainer, steps["gradient"]) if workers.needs_sender else None
     actions = {**steps, **exchanged, **codings, **coding_actions(forms), **({"overlapped": overlapped} if overlapped else {})}
     times_s = timing.take_rounds(watch, actions, seconds, rounds, note)
     step_s, codec_s = {part: times_s[part] for part in (*steps, "in a row")}, {codec: times_s[codec] for codec in codings}
@@ -299,8 +298,8 @@ def measure(
     measurements += [
         fit.Measurement("codec", total_bytes, _typical_s(both_s, share), codec=codec) for codec, both_s in codec_s.items()
     ]
-    n, L = trainer.workers.num_workers, trainer.workers.local_size
-    cluster = fit.fit_cluster(measurements, name=name, num_nodes=n // L, workers_per_node=L)
+    num_nodes = workers.num_workers // workers.local_size
+    cluster = fit.fit_cluster(measurements, name=name, num_nodes=num_nodes, workers_per_node=workers.local_size)
     beside_s = watch.gather(overlapped.exchange_s[-len(times_s["overlapped"][0]) :]).max(axis=0) if overlapped else np.zeros(0)
     workload = _workload(step_s, total_bytes, share, _typical_s(coding_s[forms[0].name], share))
     if overlapped:
@@ -335,6 +334,5 @@ def _workload(step_s: dict[str, np.ndarray], total_bytes: int, share: float, gos
 def _compressed(form: Form, update_s: float, workload: Workload) -> Compressed:
     """Return a compressed method for the profile; the cost model adds the time of the optimizer and of combining."""
     topology, num_workers = form.trainer.setup.topology, form.trainer.workers.num_workers
-    known_s = workload.optimizer_s + (workload.combine_s if topology else 0.0)
-    coding_s = max(0.0, update_s - known_s)
+    coding_s = max(0.0, update_s - workload.optimizer_s - (workload.combine_s if topology else 0.0))
     return Compressed(form.name, num_workers, topology.name if topology else "", form.ratio, coding_s, form.latencies)

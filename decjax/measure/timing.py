@@ -66,9 +66,7 @@ def take_rounds(
     Args:
         watch: a stopwatch of the workers.
         actions: what is timed; "gradient" is repeated within a round.
-        seconds: about how long to measure.
-        rounds: the number of rounds; None: as many as fit in `seconds`.
-        note: called with (rounds done, rounds to do) after each round.
+        seconds, rounds, note: see `measure`.
     """
     for action in actions.values():
         watch.time(action)  # The first call compiles.
@@ -92,14 +90,7 @@ def take_rounds(
 
 
 class TimedExchange(NamedTuple):
-    """Which exchange is timed, with the names of `costmodel.fit.Measurement`.
-
-    Attributes:
-        kind: "shift", "pair" or "all_reduce".
-        num_bytes: of the whole exchange, per worker.
-        scope: "inter" between nodes or "intra" inside a node.
-        num_workers: how many exchange with each other.
-    """
+    """Which exchange is timed: the fields of its `costmodel.fit.Measurement`."""
 
     kind: fit.Kind
     num_bytes: int

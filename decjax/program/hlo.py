@@ -50,22 +50,13 @@ def text(executable: jax.stages.Compiled) -> str:
 
 
 class Instruction(NamedTuple):
-    """One instruction, a line of the text.
+    """One instruction, a line of the text."""
 
-    Attributes:
-        name: without "%".
-        shape: of the result, layouts included.
-        opcode: such as "all-reduce-start".
-        operands: names of instructions.
-        called: names of the computations that it runs, without the condition of a loop.
-        line: the complete text.
-    """
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    called: tuple[str, ...]
+    name: str  # without "%"
+    shape: str  # of the result, layouts included
+    opcode: str  # such as "all-reduce-start"
+    operands: tuple[str, ...]  # names of instructions
+    called: tuple[str, ...]  # names of the computations that it runs, without the condition of a loop
     line: str
 
     @property
@@ -138,30 +129,21 @@ def _counts(line: str) -> tuple[int, tuple[int, ...] | None]:
 
 
 class Collective(NamedTuple):
-    """One collective of a compiled program.
+    """One collective of a compiled program; for `runs` and `stages` see `counted`."""
 
-    Attributes:
-        kind: HLO name, such as "collective-permute".
-        groups: worker indices; for a permute, the pairs (source, target) without self-edges.
-        num_bytes: of the full buffer: the operand of a permute or an all-reduce, before a scatter, after a gather.
-        runs, stages: see `counted`.
-    """
-
-    kind: str
-    groups: tuple[tuple[int, ...], ...]
-    num_bytes: int
+    kind: str  # such as "collective-permute"
+    groups: tuple[tuple[int, ...], ...]  # worker indices; for a permute, the pairs (source, target) without self-edges
+    num_bytes: int  # of the full buffer: the operand of a permute or an all-reduce, before a scatter, after a gather
     runs: int = 1
     stages: tuple[int, ...] | None = None
 
     def sent(self, num_workers: int) -> np.ndarray:
         """Return the bytes that each worker sends, float64 of shape (N,)."""
-        sent_N = np.zeros(num_workers)
+        sent_N, permutes = np.zeros(num_workers), self.kind == "collective-permute"
+        passes = 2 if self.kind == "all-reduce" else 1
         for group in self.groups:
-            if self.kind == "collective-permute":
-                sent_N[group[0]] += self.runs * self.num_bytes
-            else:
-                passes = 2 if self.kind == "all-reduce" else 1
-                sent_N[list(group)] += self.runs * passes * (len(group) - 1) / len(group) * self.num_bytes
+            share = 1 if permutes else passes * (len(group) - 1) / len(group)
+            sent_N[list(group[:1] if permutes else group)] += self.runs * share * self.num_bytes
         return sent_N
 
 
@@ -193,12 +175,6 @@ def _collective(instruction: Instruction, num_workers: int) -> Collective:
     return Collective(kind, groups, num_bytes * (len(groups[0]) if kind == "reduce-scatter" else 1), *_counts(line))
 
 
-def _array_bytes(shape: str) -> int:
-    """Return the bytes of all arrays in an HLO shape without layouts."""
-    bits = lambda dtype: 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-    return sum(math.ceil(math.prod(dims) * bits(dtype) / 8) for dtype, dims in arrays(shape))
-
-
 def _payload(shape: str, kind: str, started: bool) -> int:
     """Return the bytes of a collective's operands (permute) or results (the others), from its result shape.
 
@@ -206,10 +182,11 @@ def _payload(shape: str, kind: str, started: bool) -> int:
     (operands, results, contexts…), where several operands are a tuple of their own.
     """
     shape = re.sub(r"\{[^}]*\}", "", shape)
-    if not started or (kind == "all-reduce" and not shape.startswith("((")):
-        return _array_bytes(shape)
-    operands, results, *_ = re.findall(r"\([^()]*\)|\w+\[[\d,]*\]", shape[1:-1])
-    return _array_bytes(operands if kind == "collective-permute" else results)
+    if started and (kind != "all-reduce" or shape.startswith("((")):
+        operands, results, *_ = re.findall(r"\([^()]*\)|\w+\[[\d,]*\]", shape[1:-1])
+        shape = operands if kind == "collective-permute" else results
+    bits = lambda dtype: 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+    return sum(math.ceil(math.prod(dims) * bits(dtype) / 8) for dtype, dims in arrays(shape))
 
 
 def _iota(dims: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:

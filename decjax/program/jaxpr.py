@@ -11,7 +11,6 @@ is that of one worker. It is traced inside a mapped function, where axis names a
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 import contextlib
-import functools
 from typing import NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 
 from decjax.typing import PyTree
 
-Run = Callable[..., list[jax.Array]]  # a slice: takes and returns arrays
+Run = Callable[..., list[jax.Array]]  # a slice, from `piece`
 Parts = tuple[tuple[int, ...], ...]
 Apply = Callable[[core.JaxprEqn, list[jax.Array]], Sequence[jax.Array]]
 
@@ -81,14 +80,17 @@ def behind(program: core.Jaxpr, atoms: Iterable) -> list[int]:
 
 
 def piece(traced: Traced, invars: Sequence[core.Var], equations: Sequence[core.JaxprEqn], outvars: Sequence) -> Run:
-    """Return the function of `invars` that computes `outvars` by these equations; it holds only the constants that they need."""
+    """Return a function of pytrees, whose leaves are `invars`, that computes `outvars` by these equations.
+
+    It holds only the constants that they need, so that equal pieces compile to equal programs.
+    """
     free = set(needed(equations, outvars)).difference(invars)
     consts = {v: const for v, const in zip(traced.program.constvars, traced.consts, strict=True) if v in free}
     program = traced.program.replace(constvars=list(consts), invars=invars, eqns=equations, outvars=outvars)
 
     def run(*args):
         with jax.debug_nans(False):  # As `jaxpr_as_fun` does: some of JAX's own operations pass through NaN.
-            return eval_jaxpr(program, list(consts.values()), *args)
+            return eval_jaxpr(program, list(consts.values()), *jax.tree.leaves(args))
 
     return run
 
@@ -208,9 +210,9 @@ class CutExchange(NamedTuple):
         decode: (args, encoded, arrived) -> the flattened result.
     """
 
-    encode: Callable
-    travel: Callable
-    decode: Callable
+    encode: Run
+    travel: Run
+    decode: Run
 
 
 def cut_at_messages(exchange: Traced) -> CutExchange:
@@ -227,13 +229,10 @@ def cut_at_messages(exchange: Traced) -> CutExchange:
         waiting.update(equation.outvars if waits else ())
         (between if waits and index in for_messages else after if waits else before).append(equation)
     coded, arriving = passed(before, [*between, *after], program.outvars), passed(between, after, program.outvars)
-    encode = piece(exchange, program.invars, before, coded)
-    travel = piece(exchange, [*program.invars, *coded], between, arriving)
-    decode = piece(exchange, [*program.invars, *coded, *arriving], after, program.outvars)
     return CutExchange(
-        lambda args: encode(*jax.tree.leaves(args)),
-        lambda args, encoded: travel(*jax.tree.leaves(args), *encoded),
-        lambda args, encoded, arrived: decode(*jax.tree.leaves(args), *encoded, *arrived),
+        piece(exchange, program.invars, before, coded),
+        piece(exchange, [*program.invars, *coded], between, arriving),
+        piece(exchange, [*program.invars, *coded, *arriving], after, program.outvars),
     )
 
 
@@ -266,16 +265,12 @@ def divide(update: Traced, num_known: int, cut: Parts) -> tuple[Callable, list[C
         late = [program.eqns[index] for index in behind(program, atoms) if is_late[index]]
         prepared.append(passed(early, late, atoms))
         arrived = [arriving[leaf] for part in cut[:number] for leaf in part]
-        run = piece(update, [*known, *arrived, *prepared[-1]], late, atoms)
-        completions.append(functools.partial(_complete, run, leaves))
+        run = piece(update, [*known, *prepared[-1], *arrived], late, atoms)
+        completions.append(lambda *args, leaves=leaves, run=run: dict(zip(leaves, run(*args), strict=True)))
     run = piece(update, known, early, [variable for variables in prepared for variable in variables])
 
     def prepare(known):
-        values = iter(run(*jax.tree.leaves(known)))
+        values = iter(run(known))
         return [[next(values) for _ in variables] for variables in prepared]
 
     return prepare, completions
-
-
-def _complete(run: Run, leaves: Sequence[int], known: PyTree, prepared: Sequence, *arrived: PyTree) -> dict[int, jax.Array]:
-    return dict(zip(leaves, run(*jax.tree.leaves((known, arrived)), *prepared), strict=True))

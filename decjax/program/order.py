@@ -31,12 +31,12 @@ def in_order(fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def ordered(*args):
-        traced, leaves = jaxpr.trace(fn, *args), jax.tree.leaves(args)
+        traced = jaxpr.trace(fn, *args)
         program = traced.program
         if _has_bodies(program):
-            results = _Order().run(program, traced.consts, leaves)
+            results = _Order().run(program, traced.consts, jax.tree.leaves(args))
         else:
-            results = jaxpr.piece(traced, program.invars, program.eqns, program.outvars)(*leaves)
+            results = jaxpr.piece(traced, program.invars, program.eqns, program.outvars)(args)
         shapes, tree = jax.tree.flatten(traced.result)
         return tree.unflatten(  # Results that are constants are Python numbers.
             x if isinstance(x, jax.Array) else jnp.asarray(x, like.dtype) for x, like in zip(results, shapes, strict=True)
@@ -62,8 +62,8 @@ def _done(x: jax.Array) -> jax.Array:
     return (bits | 1) == 0
 
 
-def _wait(x: jax.Array, done: jax.Array) -> jax.Array:
-    return jax.lax.select(done, jnp.ones_like(x), jnp.asarray(x)) if _has_values(x) else x
+def _wait(x: jax.Array, done: jax.Array | None) -> jax.Array:
+    return x if done is None or not _has_values(x) else jax.lax.select(done, jnp.ones_like(x), jnp.asarray(x))
 
 
 def _has_values(x: jax.Array) -> bool:
@@ -96,7 +96,7 @@ class _Order:
         if name != "shard_map" and len(programs) == 1:  # jax.jit, jax.checkpoint, a function with a gradient of its own
             (consts,) = (getattr(param, "consts", ()) for param in eqn.params.values() if hasattr(param, "eqns"))
             return self.run(programs[0], consts, args)
-        results = jaxpr.bind(eqn, args if self.body is None else [_wait(x, self.body) for x in args])
+        results = jaxpr.bind(eqn, [_wait(x, self.body) for x in args])
         self.since += [_done(x) for x in results if _has_values(x)]
         return results
 

@@ -23,22 +23,14 @@ _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 
 
 class InFlight(NamedTuple):
-    """The position of one collective in the schedule of a step.
-
-    Attributes:
-        asynchronous: whether it has a start and a done; if not, the program waits for it.
-        inside: the opcode of the instruction whose branch or body holds it, such as "conditional"; empty for the program itself.
-        started: share of the forward pass before the start: 0 if the start comes first.
-        finished: share of the backward pass before the done: 1 if the done comes last.
-        hidden: share of both passes between start and done.
-    """
+    """The position of one collective in the schedule of a step."""
 
     collective: Collective
-    asynchronous: bool
-    inside: str
-    started: float
-    finished: float
-    hidden: float
+    asynchronous: bool  # whether it has a start and a done; if not, the program waits for it
+    inside: str  # opcode of the instruction whose branch or body holds it, such as "conditional"; empty for the program itself
+    started: float  # share of the forward pass before the start: 0 if the start comes first
+    finished: float  # share of the backward pass before the done: 1 if the done comes last
+    hidden: float  # share of both passes between start and done
 
 
 class Overlap(NamedTuple):
