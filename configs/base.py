@@ -1,4 +1,4 @@
-"""What all configs share: workers, method, pipeline, and how often the run logs, evaluates and saves.
+"""The base of all configs: workers, method, pipeline, and how often the run logs, evaluates and saves.
 
 A shorthand sets plain fields (`python -m launch.parts config` lists them), names parts (`launch.parts` lists them), which may have
 options in brackets, such as `mixer=choco(codec=int4,gamma=0.5)`, and sets single options of the chosen parts, such as `codec=int4`.
@@ -45,12 +45,12 @@ def get_config(
         own: keys of the shorthand that the config file itself uses.
         steps: length of the run, unless the shorthand gives it.
         batch: examples in a worker's microbatch.
-        clip_norm: largest norm of each worker's own gradient; 0: no clipping.
+        clip_norm: largest norm of each worker's local gradient; 0: no clipping.
         tuned: `tuned(method, order, optimizer)`, a dict with the learning rate and weight decay for this task.
-        tuned_workers: the rates are for so many workers of `batch` examples; `scale` multiplies by 1 there.
+        tuned_workers: number of workers of `batch` examples for which the rates were tuned; `scale` is relative to it.
         schedule: of the learning rate.
         warmup_steps: of the learning rate; a tenth of the run at most, and one step at least where the schedule needs it.
-        defaults: names of parts that replace the usual ones, such as method="allreduce".
+        defaults: names of parts that replace the defaults, such as method="allreduce".
         options: further options of the optimizer.
     """
     config = _plain(given, own, steps=steps, batch=batch, clip_norm=clip_norm)
@@ -79,7 +79,7 @@ def get_config(
 def _plain(
     given: Mapping[str, Any], own: tuple[str, ...], *, steps: int, batch: int, clip_norm: float
 ) -> ml_collections.ConfigDict:
-    """A config with all plain fields: their defaults, and those that the shorthand gives."""
+    """Return a config with all plain fields: the defaults, changed by the shorthand."""
     smoke, config = given.get("smoke", False), parts.defaults()
     workers = ml_collections.FieldReference(given.get("workers", 0))
     config.workers = workers  # 0: one per device; 8 simulated ones on a lone accelerator
@@ -98,7 +98,7 @@ def _plain(
 
 
 def _left(given: Mapping[str, Any], own: tuple[str, ...]) -> dict[str, str]:
-    """The fields of keys that are neither plain fields of a run nor the config file's own: options of parts."""
+    """Return the option of a part for each key that is neither a plain field of a run nor one of the config file's own keys."""
     averaging = {key: name for key, section, name, _ in parts.shorthand_keys() if section == "reducer"}
     known = shorthand.keys({})
     return {key: averaging.get(key, key) for key in given if key not in own and (key not in known or key in averaging)}
@@ -107,8 +107,7 @@ def _left(given: Mapping[str, Any], own: tuple[str, ...]) -> dict[str, str]:
 def by_optimizer(
     known: Mapping[str, tuple[float, float]], others: tuple[float, float]
 ) -> Callable[[str, str, str], dict[str, float]]:
-    """Return `tuned` of a task where learning rate and weight decay depend on the optimizer only: those of the `known` ones, and of
-    `others`."""
+    """Return the function `tuned` of a task whose learning rate and weight decay depend on the optimizer only."""
 
     def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
         return dict(zip(("learning_rate", "weight_decay"), known.get(optimizer, others), strict=True))
@@ -116,10 +115,10 @@ def by_optimizer(
     return tuned
 
 
-def _scaled(learning_rate: float, config: ml_collections.ConfigDict, tuned_batch: int, scale: str) -> Any:
-    """The learning rate times (global batch ÷ `tuned_batch`), or times its square root; follows `batch_size`."""
+def _scaled(learning_rate: float, config: ml_collections.ConfigDict, tuned_batch: int, scale: str) -> object:
+    """Return the learning rate times (global batch ÷ `tuned_batch`), or times its square root, as a reference to `batch_size`."""
     ratio = config.get_ref("batch_size").to_float() / float(tuned_batch)
-    root = (ratio**2) ** 0.25  # Of a negative batch size, too, which has its own error.
+    root = (ratio**2) ** 0.25  # also of a negative batch size, which is refused later
     return (ratio if scale == "linear" else root) * learning_rate
 
 
@@ -163,7 +162,7 @@ def _choose(
 
 
 def _trait(kind: str, name: str, trait: str) -> Any:
-    """A trait of the part in a call form, such as the mixer that a method is for; None if it has none."""
+    """Return a trait of the part in a call form, such as the mixer that a method needs; None if it has none."""
     return registry.part(kind, name.partition("(")[0]).traits.get(trait)
 
 
@@ -188,7 +187,7 @@ def _placed(config: ml_collections.ConfigDict, given: Mapping[str, Any], key: st
     return True
 
 
-def _refuse(config: ml_collections.ConfigDict, key: str, value: Any, field: str) -> None:
+def _refuse(config: ml_collections.ConfigDict, key: str, value: object, field: str) -> None:
     """Raise a ValueError for an option that no chosen part has: a run with an ignored `codec` would not be compressed."""
     kinds = {name: "task" if name == "data" else name for name in PLACES}
     having = [

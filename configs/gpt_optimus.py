@@ -41,7 +41,7 @@ OWN = {"size": Option("2.5b", str, False, tuple(LAYOUTS))}
 
 
 def get_config(arg: str = "size=2.5b") -> ml_collections.ConfigDict:
-    """The config of a model size, from a shorthand such as "size=tiny,fused=false" with any further keys of configs/lm.py."""
+    """Return the config of a model size, from a shorthand such as "size=tiny,fused=false" with any further keys of configs/lm.py."""
     given = shorthand.parse(arg, OWN)
     size = given.pop("size", "2.5b")
     layout = LAYOUTS[size]

@@ -6,14 +6,14 @@ Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,
 
     workers=N  local_size=L  simulate  steps=N  smoke  engine=auto|fused|split
     method=NAME  optimizer=NAME  topology=NAME  mixer=NAME  reducer=NAME       python -m launch.parts lists the names
-    model=decoder|lstm                                                         a transformer, or a recurrent network
-    scale=linear|sqrt                                                          the rate with the global batch
-    order=awc|atc  every=H  stale  codec=NAME  rank=R                          options of those parts that have them
+    model=decoder|lstm                                                         a transformer or a recurrent network
+    scale=linear|sqrt                                                          scale the learning rate with the global batch
+    order=awc|atc  every=H  stale  codec=NAME  rank=R                          options of the parts that have them
     stages=S  tensor=T  microbatches=M  schedule=gpipe|1f1b|interleaved  chunks=C  remat  tied
     backward=CODEC  forward=CODEC  tensor_codec=CODEC  autoencoder=R  autoencoder_init=random|pca  fused
     compressed=K|auto  delay=D
 
-Each worker has stages × tensor devices, which hold one model together: stages=2,tensor=2,workers=2 are 2 workers of 4 devices each.
+Each worker has stages × tensor devices that share one model: stages=2,tensor=2,workers=2 are 2 workers of 4 devices each.
 Any field of the config can be set with `--config.SECTION.FIELD=VALUE`; a run's config.json shows them all.
 
 The defaults are for two CPU cores, where the run takes about three minutes; the loss on validation text is 0.96 to 0.97 nats/byte.
@@ -28,10 +28,10 @@ from configs import base, shorthand
 from decjax import config as parts
 from decjax.registry import Option
 
-# (learning rate, weight decay) of the byte-level LM. Those of AdamW and AccumAdamW are the best of those tried, the others are not
-# tuned. On this job gossip's best rate is larger than all-reduce's; a likely reason is that the noise of a worker's own small batch
-# increases Adam's second moment and so makes its steps smaller. AccumAdam squares the mean gradient of a window: its rate lies between.
-# AccumAdamW gets a lower rate in order "awc": on a quadratic the largest rate that settles is about half of that in order "atc".
+# (learning rate, weight decay) of the byte-level LM, tuned for AdamW and AccumAdamW only. Here gossip's best rate is larger than
+# all-reduce's; a likely reason is that the noise of a worker's small batch increases Adam's second moment and so makes its steps
+# smaller. AccumAdam squares the mean gradient of a window, so its best rate is between the two. AccumAdamW gets a lower rate in order
+# "awc": on a quadratic the largest stable rate is about half of that in order "atc".
 TUNED = dict(
     adamw=(2.8e-2, 0.03), accum_adamw=(1.6e-2, 0.1), sgdm=(0.5, 1e-4), sign=(2e-3, 0.1), lion=(2e-3, 0.1), muon=(1e-2, 0.03)
 )
@@ -45,19 +45,19 @@ OWN = {"model": Option("decoder", str, False, ("decoder", "lstm"))}
 
 
 def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
-    """Learning rate and weight decay for a method, order and optimizer on this task."""
+    """Return the learning rate and weight decay for a method, order and optimizer on this task."""
     table = TUNED_ALLREDUCE if method in AVERAGED else TUNED_ATC if order == "atc" else TUNED
     learning_rate, weight_decay = table.get(optimizer, (3e-3, 0.03))
     return dict(learning_rate=learning_rate, weight_decay=weight_decay)
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-    """The config of the language model, changed by a shorthand such as "workers=12,topology=torus"."""
+    """Return the config of the language model, changed by a shorthand such as "workers=12,topology=torus"."""
     return of_keys(shorthand.parse(arg, OWN))
 
 
 def of_keys(given: Mapping[str, Any]) -> ml_collections.ConfigDict:
-    """The same config from a shorthand that is parsed already."""
+    """Return the config of a parsed shorthand."""
     smoke, steps = given.get("smoke", False), 20 if given.get("smoke") else 5000
     options = ACCUM_ADAM if given.get("optimizer", "").partition("(")[0] == "accum_adamw" else ADAM
     chunks = given.get("chunks", 2 if given.get("schedule") == "interleaved" else 1)
@@ -77,7 +77,7 @@ def of_keys(given: Mapping[str, Any]) -> ml_collections.ConfigDict:
 
 
 def _model(given: Mapping[str, Any], smoke: bool, chunks: int) -> ml_collections.ConfigDict:
-    """The section of the model, with a layer at least for each part of a pipeline."""
+    """Return the section of the model, with at least one layer per virtual stage of a pipeline."""
     context = 32 if smoke else 128
     if given.get("model", "decoder") == "lstm":
         return parts.section("model", "lstm", vocabulary=256, context=context, width=16 if smoke else 128, depth=2)

@@ -1,4 +1,4 @@
-"""A different noisy quadratic on each of 16 simulated workers: how close does their mean come to the optimum of the sum?
+"""Noisy quadratics, a different one on each of 16 simulated workers: how close does their mean get to the optimum of the sum?
 
     python -m launch.train --config=configs/quadratics.py --workdir=runs/quadratics
     python -m launch.train --config=configs/quadratics.py:method=tracking,topology=ring --workdir=runs/tracking
@@ -16,7 +16,7 @@ RATES = dict(sgdm=(0.02, 0.0))
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-    """The config of the quadratics, changed by a shorthand such as "workers=8,method=tracking"."""
+    """Return the config of the quadratics, changed by a shorthand such as "workers=8,method=tracking"."""
     given = dict(workers=16, simulate=True) | shorthand.parse(arg)
     smoke = given.get("smoke", False)
     defaults = dict(topology="ring", optimizer="sgdm(momentum=0.0)")

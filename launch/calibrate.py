@@ -28,13 +28,28 @@ from launch import command, config_file, join
 if TYPE_CHECKING:  # It imports SciPy, which takes a second.
     from decjax.contrib.placement import Links
 
+
+class Sizes(flags.ListParser):
+    """The parser of a flag with bytes of exchanges."""
+
+    def parse(self, argument: str | list[str]) -> list[int]:
+        texts = super().parse(argument)
+        try:
+            sizes = sorted({int(float(text)) for text in texts})
+        except (ValueError, OverflowError):
+            command.refuse("must be numbers of bytes", "write them as 1e5,1e6,1e7")
+        is_enough = not sizes or (len(sizes) > 1 and sizes[0] >= 4)
+        command.check((is_enough, "must be two or more different numbers of at least 4", "write them as 1e5,1e6"))
+        return sizes
+
+
 with command.defining_config():
     _CONFIG = config_flags.DEFINE_config_file(
         "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4."
     )
 _OUT = flags.DEFINE_string("out", None, "Profile to write, such as profile.json.")
 _NAME = flags.DEFINE_string("name", None, "Name of the cluster; default: its workers and devices.")
-_SIZES = flags.DEFINE_list("sizes", [], "Bytes of exchanges, such as 1e5,1e6,1e7; default: up to the model's.")
+_SIZES = flags.DEFINE(Sizes(), "sizes", [], "Bytes of exchanges, such as 1e5,1e6,1e7; default: up to the model's.")
 _COMPRESSED = flags.DEFINE_multi_string("compressed", [], "Compressed method in shorthand; may be repeated.")
 _LINKS = flags.DEFINE_string("links", None, "File of links to write, one for every pair of workers.")
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "Approximate measuring time after compilation.", lower_bound=0.0)
@@ -51,17 +66,6 @@ STEP = {
 KINDS = {"shift": "shift", "pair": "pair", "all_reduce": "all-reduce"}
 METHOD = ("method", "topology", "mixer", "reducer", "optimizer", "schedule", "clip_norm")  # fields of a config that make a method
 SCOPES = {"inter": "between nodes", "intra": "inside nodes"}
-
-
-def parse_sizes(texts: list[str]) -> list[int]:
-    """Parse the bytes of exchanges."""
-    try:
-        sizes = sorted({int(float(text)) for text in texts})
-    except (ValueError, OverflowError):
-        command.refuse(f"sizes={','.join(texts)}: must be numbers of bytes, such as 1e5,1e6,1e7")
-    if texts and (sizes[0] < 4 or len(sizes) < 2):
-        command.refuse(f"sizes={','.join(texts)}: must be two or more different numbers of at least 4, such as 1e5,1e6")
-    return sizes
 
 
 def forms(config: ml_collections.ConfigDict, texts: list[str]) -> list[measure.Form]:
@@ -133,10 +137,11 @@ def report_links(links: "Links") -> table.Table:
 
 def main(argv: list[str]) -> int:
     command.options_only(argv)
-    if _ROUNDS.value is not None and flags.FLAGS["seconds"].present:
-        command.fail(f"--seconds={_SECONDS.value:g} has no effect with --rounds={_ROUNDS.value}; leave out one of them")
+    both = _ROUNDS.value is not None and flags.FLAGS["seconds"].present
+    no_effect = f"--seconds={_SECONDS.value:g} has no effect with --rounds={_ROUNDS.value}"
+    command.check((not both, no_effect, "leave out one of them"))
     assert _OUT.value is not None  # It is required.
-    sizes, path, config = parse_sizes(_SIZES.value), pathlib.Path(_OUT.value), _CONFIG.value
+    sizes, path, config = _SIZES.value or [], pathlib.Path(_OUT.value), _CONFIG.value
     terminal = command.console()
     with join.leaving_at_once((train.TrainingError, ValueError), "run the same command again"):
         join.set_up_devices(config.workers)

@@ -10,29 +10,29 @@ for 30 s; `rate=0:5mbit@400s` sets the rate of host 0's link. A storm kills a ra
 
 from collections.abc import Callable, Iterator
 import contextlib
+import dataclasses
 import heapq
-import math
 import os
 import random
 import re
 import signal
 import sys
 import time
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 from decjax import registry
+from decjax.options import Positive, Range
 from launch import command
 
-KINDS = ("kill", "freeze", "cut", "rate")
-_EVENT = re.compile(r"(\w+)=(\d{1,9})(?::([\w.]+))?@(\d{1,9}(?:\.\d+)?)s(?:\+(\d{1,9}(?:\.\d+)?)s)?", re.ASCII)
-_LASTING = ("freeze", "cut")
-_STORM = {
-    "per_hour": registry.Option(125.0, float, False),
-    "seed": registry.Option(0, int, False),
-    "kinds": registry.Option("kill", str, False, ("all", "kill", *_LASTING)),
-    "lasts_s": registry.Option(10.0, float, False),
+_NUMBER = r"(\d{1,9}(?:\.\d+)?)s"
+# Kind -> what it does to which target; groups: target, rate, time, duration.
+_FAULTS = {
+    "kill": re.compile(rf"(\d{{1,9}})()@{_NUMBER}()", re.ASCII),
+    "freeze": re.compile(rf"(\d{{1,9}})()@{_NUMBER}\+{_NUMBER}", re.ASCII),
+    "cut": re.compile(rf"(\d{{1,9}})()@{_NUMBER}\+{_NUMBER}", re.ASCII),
+    "rate": re.compile(rf"(\d{{1,9}}):([\w.]+)@{_NUMBER}()", re.ASCII),
 }
-LEAST_PER_HOUR = 1e-6
+_OF_LINKS, _LASTING = ("cut", "rate"), ("freeze", "cut")
 _EXAMPLE = "write --chaos='kill=3@120s,freeze=1@200s+15s,cut=2@300s+30s,rate=0:5mbit@400s'"
 
 
@@ -62,61 +62,67 @@ def parse(text: str, processes: int, hosts: int = 0) -> Iterator[Event]:
         hosts: their number; 0: no emulated cluster, so links cannot be cut or slowed down.
     """
     if text.startswith("storm"):
-        return _storm(text, processes, hosts)
+        return Storm.parse(text, hosts).events(processes, hosts)
     events = []
-    for part in filter(None, text.split(",")):
-        found = _EVENT.fullmatch(part.strip())
-        if not found or found[1] not in KINDS:
-            command.refuse(f"--chaos: {part.strip()!r} is not a fault", _EXAMPLE)
-        event = Event(float(found[4]), found[1], int(found[2]), float(found[5] or 0), found[3] or "")
-        _check(event, processes, hosts)
-        events.append(event)
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        kind, _, values = part.partition("=")
+        if kind not in _FAULTS or not (match := _FAULTS[kind].fullmatch(values)):
+            command.refuse(f"--chaos: {part!r} is not a fault", _EXAMPLE)
+        events.append(Event(float(match[3]), kind, int(match[1]), float(match[4] or 0), match[2]))
+        _check_target(kind, int(match[1]), processes, hosts)
+        if match[2]:
+            from launch import network  # It imports this module.
+
+            network.checked_rate(match[2])
     return iter(sorted(events))
 
 
-def _check(event: Event, processes: int, hosts: int) -> None:
-    of_link = event.kind in ("cut", "rate")
-    most = hosts if of_link else processes
-    if of_link and not hosts:
-        _refuse_link(event.kind)
-    if event.target >= most:
-        command.refuse(
-            f"--chaos: {event.kind}={event.target}: there are {most} {'hosts' if of_link else 'processes'}, from 0 to {most - 1}"
-        )
-    if (event.kind in _LASTING) != bool(event.lasts_s) or (event.kind == "rate") != bool(event.rate):
-        command.refuse(f"--chaos: {event.kind}={event.target} is incomplete or has extra values", _EXAMPLE)
-    if event.rate:
-        from launch import iproute  # It imports this module.
-
-        iproute.checked_rate(event.rate)
+def _check_target(kind: str, target: int, processes: int, hosts: int) -> None:
+    """Refuse a fault of a link without an emulated cluster, and a process or host that does not exist."""
+    most, what = (hosts, "hosts") if kind in _OF_LINKS else (processes, "processes")
+    if not most:
+        command.refuse(f"--chaos: {kind} needs an emulated cluster", "use launch.cluster run")
+    if target >= most:
+        command.refuse(f"--chaos: {kind}={target}: there are {most} {what}, from 0 to {most - 1}")
 
 
-def _refuse_link(kind: str) -> NoReturn:
-    command.refuse(f"--chaos: {kind} needs an emulated cluster", "use launch.cluster run")
+@dataclasses.dataclass(frozen=True)
+class Storm:
+    """Faults at random times with exponential pauses, of random kinds and targets.
 
+    Attributes:
+        per_hour: their mean number per hour.
+        seed: of the random numbers.
+        kinds: one kind, or all that are possible.
+        lasts_s: duration of those that end.
+    """
 
-def _storm(text: str, processes: int, hosts: int) -> Iterator[Event]:
-    try:
-        name, given = registry.parse("--chaos:", text)
-        options = registry.fill("--chaos: option ", given, _STORM)
-    except (ValueError, OverflowError) as error:
-        command.refuse(str(error))
-    per_hour, lasts_s, seed = options["per_hour"], options["lasts_s"], options["seed"]
-    if name != "storm" or given.keys() - _STORM or not (LEAST_PER_HOUR <= per_hour < math.inf and 0 < lasts_s < math.inf):
-        command.refuse(f"--chaos={text}: must be like 'storm(per_hour=125,seed=0,kinds=all,lasts_s=10)'")
-    kinds = ["kill", "freeze", *(["cut"] if hosts else [])] if options["kinds"] == "all" else [options["kinds"]]
-    if "cut" in kinds and not hosts:
-        _refuse_link("cut")
+    per_hour: Annotated[float, Range(1e-6)] = 125.0
+    seed: int = 0
+    kinds: Literal["all", "kill", "freeze", "cut"] = "kill"
+    lasts_s: Positive = 10.0
 
-    def events():
-        chance, at_s = random.Random(seed), 0.0
+    @classmethod
+    def parse(cls, text: str, hosts: int) -> "Storm":
+        """Parse a storm; refuse one that needs hosts where there are none."""
+        known = registry.options_of(cls)
+        with command.refusing("--chaos", errors=(ValueError, OverflowError)):
+            name, options = registry.parse("a storm", text)
+            example = "storm(per_hour=125,seed=0,kinds=all,lasts_s=10)"
+            command.check((name == "storm" and not options.keys() - known, f"{text!r} must be like {example!r}", ""))
+            storm = cls(**registry.fill("option ", options, known))
+        _check_target(storm.kinds, 0, 1, hosts)
+        return storm
+
+    def events(self, processes: int, hosts: int) -> Iterator[Event]:
+        """Yield faults without end."""
+        kinds = ["kill", "freeze", *(["cut"] if hosts else [])] if self.kinds == "all" else [self.kinds]
+        chance, at_s = random.Random(self.seed), 0.0
         while True:
-            at_s += chance.expovariate(per_hour / 3600)
+            at_s += chance.expovariate(self.per_hour / 3600)
             kind = chance.choice(kinds)
-            target = chance.randrange(hosts if kind == "cut" else processes)
-            yield Event(at_s, kind, target, lasts_s if kind in _LASTING else 0.0)
-
-    return events()
+            target = chance.randrange(hosts if kind in _OF_LINKS else processes)
+            yield Event(at_s, kind, target, self.lasts_s if kind in _LASTING else 0.0)
 
 
 class Chaos:
@@ -158,11 +164,9 @@ class Chaos:
             heapq.heappop(self._ends)[2]()
 
     def _do(self, event: Event) -> None:
-        print(
-            f"chaos: {event.kind} {event.target}{f' for {event.lasts_s:g} s' if event.lasts_s else ''}", file=sys.stderr, flush=True
-        )
-        end = self._on_process(event) if event.kind in ("kill", "freeze") else self._on_link(event)
-        if end:
+        duration = f" for {event.lasts_s:g} s" if event.lasts_s else ""
+        print(f"chaos: {event.kind} {event.target}{duration}", file=sys.stderr, flush=True)
+        if end := self._on_link(event) if event.kind in _OF_LINKS else self._on_process(event):
             heapq.heappush(self._ends, (event.at_s + event.lasts_s, len(self.done), end))
 
     def _on_process(self, event: Event) -> Callable[[], None] | None:
@@ -174,11 +178,8 @@ class Chaos:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
 
-        if event.kind == "kill":
-            send(signal.SIGKILL)
-            return None
-        send(signal.SIGSTOP)
-        return lambda: send(signal.SIGCONT)
+        send(signal.SIGKILL if event.kind == "kill" else signal.SIGSTOP)
+        return None if event.kind == "kill" else lambda: send(signal.SIGCONT)
 
     def _on_link(self, event: Event) -> Callable[[], None] | None:
         """Take a link down or change its rate; return a function that restores it."""

@@ -21,8 +21,8 @@ from absl import flags
 import rich.console
 import rich.table
 
-from launch import chaos, command, elastic, iproute, processes
-from launch.network import NAME, SUBNET, UNLIMITED, HostBytes, Network, down, find, network, up
+from launch import chaos, command, elastic, processes
+from launch.network import NAME, SUBNET, UNLIMITED, HostBytes, Network, checked_rate, down, find, network, up
 
 # Option -> the verbs that have it.
 _VERBS_OF = {
@@ -43,7 +43,7 @@ class Rates(flags.ListParser):
     """Parser of a flag with several rates."""
 
     def parse(self, argument: str | list[str]) -> list[str]:
-        rates = [iproute.checked_rate(rate) for rate in super().parse(argument)]
+        rates = [checked_rate(rate) for rate in super().parse(argument)]
         return rates or command.refuse("there must be at least one rate", "write them as in 50mbit,100mbit")
 
 
@@ -69,10 +69,8 @@ def run(arguments: list[str], console: rich.console.Console) -> int:
         before = links.bytes()
         hosts = len(links.hosts)
         faults = chaos.parse(chosen.chaos, hosts * chosen.processes_per_host, hosts)
-        if settings := elastic.options(chosen.module, arguments):
-            code = links.run_elastic(settings, chosen.module, arguments, chosen.processes_per_host, again, faults)
-        else:
-            code = links.run(chosen.module, arguments, chosen.processes_per_host, chosen.pin, again, faults)
+        settings = elastic.options(chosen.module, arguments)
+        code = links.run(chosen.module, arguments, chosen.processes_per_host, settings, chosen.pin, again, faults)
         if code != command.USER_ERROR:
             during = [
                 HostBytes(late.sent - early.sent, late.received - early.received)
@@ -85,21 +83,21 @@ def run(arguments: list[str], console: rich.console.Console) -> int:
 def main(argv: list[str]) -> int:
     chosen, console = flags.FLAGS, rich.console.Console(highlight=False)
     verb, *arguments = argv or [""]
-    if verb not in _VERBS:
-        command.refuse(f"verb {verb!r}: must be one of {', '.join(_VERBS)}, as in: python -m launch.cluster up --hosts=4")
-    for option, verbs in _VERBS_OF.items():
-        if chosen[option].present and verb not in verbs:
-            command.refuse(f"--{option}: not an option of {verb}, but of {', '.join(verbs)}; leave it out")
-    if arguments and verb != "run":
-        command.refuse(f"unexpected argument {arguments[0]!r}: {verb} takes options only; leave it out")
-    if chosen.pin and chosen.elastic:
-        command.refuse("--pin has no effect with --elastic, whose processes share the cores; leave one of them out")
+    unexpected = ", ".join(map(repr, arguments[:1]))
+    misplaced = [option for option, verbs in _VERBS_OF.items() if chosen[option].present and verb not in verbs]
+    its_verbs = ", ".join(_VERBS_OF[misplaced[0]]) if misplaced else ""
+    command.check(
+        (verb in _VERBS, f"verb {verb!r}: must be one of {', '.join(_VERBS)}", "write it as in launch.cluster up --hosts=4"),
+        (not misplaced, f"--{', '.join(misplaced[:1])}: not an option of {verb}, but of {its_verbs}", "leave it out"),
+        (verb == "run" or not arguments, f"unexpected argument {unexpected}: {verb} takes options only", "leave it out"),
+        (not (chosen.pin and chosen.elastic), "--pin has no effect with --elastic: its processes share the cores", "leave out one"),
+        (verb != "up" or chosen.hosts is not None, "--hosts is missing", "give it as --hosts=4"),
+        (verb != "rate" or chosen.rate is not None, "--rate is missing", "give it as --rate=50mbit"),
+    )
     if verb == "run":
         return run(arguments, console)
     if verb == "up":
-        if chosen.hosts is None:
-            command.refuse("--hosts is missing; --help lists the flags")
-        made = up(chosen.hosts, chosen.rate or UNLIMITED, chosen.name, chosen.subnet)
+        made = up(chosen.hosts or 0, chosen.rate or UNLIMITED, chosen.name, chosen.subnet)
         made.set_pairs(chosen.pairs)
         print(f"up: {', '.join(made.hosts)}; to run a command on one: {shlex.join(made.inside(0, ['COMMAND']))}")
     elif verb == "down":
@@ -109,9 +107,7 @@ def main(argv: list[str]) -> int:
         if existing is None:
             command.refuse(f"no network {chosen.name!r} is up; python -m launch.cluster up --hosts=4 makes one")
         if verb == "rate":
-            if chosen.rate is None:
-                command.refuse("--rate is missing, as in --rate=50mbit")
-            existing.set_rate(chosen.rate)
+            existing.set_rate(chosen.rate or UNLIMITED)
         console.print(tabulate(existing, existing.bytes()))
     return 0
 

@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from absl import app, flags, logging
 import rich.box
@@ -39,8 +39,28 @@ class UserError(ValueError):
 
 
 def refuse(problem: str, fix: str = "") -> NoReturn:
-    """Raise a UserError: `problem` names the value and what is allowed, `fix` what to do."""
+    """Raise a UserError. `problem` names the value and what is allowed, `fix` what to do."""
     raise UserError(f"{problem}; {fix}" if fix else problem)
+
+
+def check(*rules: tuple[object, str, str]) -> None:
+    """Refuse the first rule that does not hold.
+
+    Args:
+        *rules: of what goes with what: whether it holds, what is wrong and what is allowed, and what to do.
+    """
+    for holds, problem, fix in rules:
+        if not holds:
+            refuse(problem, fix)
+
+
+@contextlib.contextmanager
+def refusing(what: str, fix: str = "", errors: tuple[type[BaseException], ...] = (ValueError,)) -> Iterator[None]:
+    """Context manager that turns errors about `what` into user errors."""
+    try:
+        yield
+    except errors as error:
+        refuse(f"{what}: {error}", fix)
 
 
 class Interrupted(SystemExit):
@@ -56,11 +76,10 @@ def console(max_width: int | None = None) -> rich.console.Console:
     return console
 
 
-def table(*headers: str, words: int = 1, **options: Any) -> rich.table.Table:
+def table(*headers: str, words: int = 1, title: str | None = None, caption: str | None = None) -> rich.table.Table:
     """Return an empty table in the style of all commands; the first `words` columns are for text, the others for numbers."""
-    table = rich.table.Table(
-        box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left", **options
-    )
+    table = rich.table.Table(title=title, caption=caption, box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.title_justify = table.caption_justify = "left"
     for column, header in enumerate(headers):
         table.add_column(header, justify="left" if column < words else "right", vertical="bottom", no_wrap=True)
     return table
@@ -94,9 +113,9 @@ def defining_config() -> Iterator[None]:
 
 
 def options_only(argv: list[str]) -> None:
-    """End a command that takes no positional arguments if it has some."""
+    """Refuse positional arguments."""
     if argv:
-        fail(f"unexpected argument {argv[0]!r}; options start with --")
+        refuse(f"unexpected argument {argv[0]!r}", "options start with --")
 
 
 class Output(flags.ArgumentParser):
@@ -126,33 +145,32 @@ FOLDER, FILE, FIGURE = map(Output, ("folder", "file", "figure"))
 
 def folder(option: str, text: str) -> pathlib.Path:
     """Check that a directory can be written or created, without creating it; return its path."""
-    if not text.strip():
-        refuse(f"--{option} is empty", f"choose a --{option}, such as runs/lm")
     path = pathlib.Path(text)
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.exists(parent))
     reason = _why_not_writable(existing) if existing.is_dir() else f"{existing} is not a directory"
-    if reason or (reason := _why_invalid(path)):
-        refuse(f"--{option}={text!r} cannot be written ({reason})", f"choose another --{option}")
-    return path
+    return _checked(option, text, reason, f"choose a --{option}, such as runs/lm")
 
 
 def output(option: str, text: str, figure: bool = False) -> pathlib.Path:
     """Check that a file, or a figure of a type that matplotlib supports, can be written; return its path."""
-    if not text.strip():
-        refuse(f"--{option} is empty", "give the path of a file, or leave it out")
     path = pathlib.Path(text)
-    if figure:
+    if figure and text:
         from matplotlib import backend_bases  # Importing it takes a second.
 
         if (suffix := path.suffix[1:].lower()) not in (suffixes := backend_bases.FigureCanvasBase.filetypes):
-            problem = (
-                f"a figure cannot be of type {suffix!r}" if suffix else "the name of a figure needs a file type, as in plan.png"
-            )
+            problem = f"a figure cannot be of type {suffix!r}" if suffix else "a figure needs a file type, as in plan.png"
             refuse(f"--{option}={text!r}: {problem}", f"use one of {', '.join(sorted(suffixes))}")
-    reason = _why_invalid(path) or ("it is a folder" if path.is_dir() else _why_not_writable(path.parent))
-    if reason:
+    reason = "it is a folder" if path.is_dir() else _why_not_writable(path.parent)
+    return _checked(option, text, reason, "give the path of a file, or leave it out")
+
+
+def _checked(option: str, text: str, reason: str, if_empty: str) -> pathlib.Path:
+    """Return the path of an option; refuse one that is empty, invalid, or that cannot be written for a reason."""
+    if not text.strip():
+        refuse(f"--{option} is empty", if_empty)
+    if reason := _why_invalid(pathlib.Path(text)) or reason:
         refuse(f"--{option}={text!r} cannot be written ({reason})", f"choose another --{option}")
-    return path
+    return pathlib.Path(text)
 
 
 def _why_not_writable(folder: pathlib.Path) -> str:
@@ -160,10 +178,9 @@ def _why_not_writable(folder: pathlib.Path) -> str:
     try:
         with tempfile.TemporaryFile(dir=folder):
             return ""
-    except FileNotFoundError as error:
-        return f"{folder} takes no files" if folder.is_dir() else str(error.strerror)  # The former for /proc.
     except OSError as error:
-        return error.strerror or str(error)
+        in_proc = isinstance(error, FileNotFoundError) and folder.is_dir()
+        return f"{folder} takes no files" if in_proc else error.strerror or str(error)
 
 
 def _why_invalid(path: pathlib.Path) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import functools
 import json
 import pathlib
-from typing import Any
 
 from absl import flags
 import jax
@@ -40,7 +39,7 @@ SAMPLED = 2**13  # minimum of training examples for which outputs are computed
 Results = dict[str, tuple[float, Mapping[str, float]]]  # (bytes, metrics) by form
 
 
-def trainer_of(document: dict[str, Any]) -> train.Trainer:
+def trainer_of(document: dict[str, object]) -> train.Trainer:
     """Return the trainer of a run's config, with all workers on one device."""
     spec = parts.resolve(document)  # No step is taken, so options that exclude `simulate` may stay.
     return train.Trainer(spec.replace(simulate=True, tensor=1, tensor_codec=""))
@@ -48,14 +47,12 @@ def trainer_of(document: dict[str, Any]) -> train.Trainer:
 
 def load(workdir: pathlib.Path) -> tuple[train.Trainer, train.State, int]:
     """Return the trainer of a run, its newest state, and the step."""
-    try:
+    with command.refusing(f"workdir {str(workdir)!r} holds no run", "give the --workdir of launch.train"):
         document = files.read_json(workdir / "config.json")
-    except ValueError as error:
-        command.refuse(f"workdir {str(workdir)!r} holds no run ({error}); give the --workdir of launch.train")
     trainer = trainer_of(document)
     with checkpoint.Checkpoints(workdir, read_only=True) as saved:
-        if saved.latest() is None:
-            command.refuse(f"workdir {str(workdir)!r} has no complete checkpoint; train until the first one")
+        problem = f"workdir {str(workdir)!r} has no complete checkpoint"
+        command.check((saved.latest() is not None, problem, "train until the first one"))
         step, (state, _), _ = saved.newest(lambda step: saved.restore(step, like=trainer.abstract))
     return trainer, state, step
 

@@ -1,12 +1,11 @@
 """Config files as modules: `configs/lm.py:workers=8` is the file and the argument of its `get_config`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import difflib
 import importlib.util
 import re
 import types
-from typing import Any
 
 import ml_collections
 
@@ -32,12 +31,12 @@ MOST = 8  # names in a list of suggestions
 
 
 class ConfigFileError(Exception):
-    """A config file that does not exist, fails on import or refuses its argument, told in one line."""
+    """A config file that does not exist, fails on import or refuses its argument, on one line."""
 
 
 def load_module(path: str) -> types.ModuleType:
-    """The config file as a module."""
-    from decjax import files  # With it comes JAX.
+    """Return the config file as a module."""
+    from decjax import files  # It imports JAX.
 
     try:
         files.check_regular(path)
@@ -46,7 +45,7 @@ def load_module(path: str) -> types.ModuleType:
             raise ImportError("its name does not end in .py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # Whatever a config file does wrong.
+    except (Exception, SystemExit) as error:  # A config file may raise anything.
         raise ConfigFileError(
             f"config file {path!r} cannot be loaded ({' '.join(str(error).split())}); give a Python file with get_config"
         ) from error
@@ -54,7 +53,7 @@ def load_module(path: str) -> types.ModuleType:
 
 
 def get_config(text: str) -> ml_collections.ConfigDict:
-    """The config that `PATH.py:ARGUMENT` stands for."""
+    """Return the config of `PATH.py:ARGUMENT`."""
     path, _, argument = text.partition(":")
     module = load_module(path)
     try:
@@ -74,8 +73,7 @@ def value_of(option: str, argv: Sequence[str]) -> str | None:
 
 
 def complaint(argv: Sequence[str]) -> str:
-    """What is wrong with the file, shorthand or fields of a command line's --config, which the flag's parser would bury; empty:
-    nothing."""
+    """Return what is wrong with the --config of a command line, which the flag's parser would report in a traceback; empty: nothing."""
     try:
         if (text := value_of("config", argv)) is not None:
             return misplaced(get_config(text), argv) or overridden(text, argv)
@@ -87,17 +85,16 @@ def complaint(argv: Sequence[str]) -> str:
 # -- Fields -----------------------------------------------------------------------------------------------------------
 
 
-def misplaced(config: Any, argv: Sequence[str]) -> str:
-    """What is wrong with the paths of --config.PATH=VALUE in a command line; empty: all are fields of the config."""
-    if isinstance(config, ml_collections.ConfigDict):
-        for path, value in fields(argv):
-            if problem := _misplaced(config, path, value):
-                return problem
-    return ""
+def misplaced(config: object, argv: Sequence[str]) -> str:
+    """Return what is wrong with the paths of --config.PATH=VALUE in a command line; empty: all are fields of the config."""
+    if not isinstance(config, ml_collections.ConfigDict):
+        return ""
+    sections = config.to_dict()
+    return next(filter(None, (_misplaced(sections, path, value) for path, value in fields(argv))), "")
 
 
 def overridden(text: str, argv: Sequence[str]) -> str:
-    """Which key of a shorthand has no effect because a field that it determines is set by itself; empty: none."""
+    """Return which key of a shorthand has no effect because --config.PATH sets the field that it determines; empty: none."""
     from decjax import registry
 
     pairs = (part.strip().partition("=") for part in registry.split(text.partition(":")[2]))
@@ -109,59 +106,58 @@ def overridden(text: str, argv: Sequence[str]) -> str:
 
 
 def fields(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(path, value) of each --config.PATH=VALUE before a lone `--`."""
+    """Yield (path, value) of each --config.PATH=VALUE before a lone `--`."""
     end = argv.index("--") if "--" in argv else len(argv)
-    for argument, behind in zip(argv[:end], [*argv[1:end], ""], strict=False):
-        if found := re.fullmatch(r"--?(?:no)?config\.([^=]+)(=?)(.*)", argument, re.DOTALL):
-            yield found[1], found[3] if found[2] else behind
+    for argument, following in zip(argv[:end], [*argv[1:end], ""], strict=False):
+        if match := re.fullmatch(r"--?(?:no)?config\.([^=]+)(=?)(.*)", argument, re.DOTALL):
+            yield match[1], match[3] if match[2] else following
 
 
-def _misplaced(config: Any, path: str, value: str) -> str:
-    node: Any = config
+def _misplaced(config: dict, path: str, value: str) -> str:
+    node: object = config
     names = path.split(".")
     for depth, name in enumerate(names):
-        if "[" in name:  # An item of a tuple: the flag's parser knows.
+        if "[" in name:  # An item of a tuple, which the flag's parser checks.
             return ""
-        if not isinstance(node, ml_collections.ConfigDict):
+        if not isinstance(node, dict):
             return _through_a_value(".".join(names[:depth]), node, ".".join(names[depth:]), value)
         if name not in node:
             return f"config.{path} is unknown{_instead(config, names, depth)}"
         node = node[name]
-    if isinstance(node, ml_collections.ConfigDict) and not value.lstrip().startswith("{"):
+    if isinstance(node, dict) and not value.lstrip().startswith("{"):
         other = f"; choose another behind the config file's name and a colon, as {path}=NAME" if path in SHORTHAND else ""
         return f"--config.{path}={value!r} must be a section; set its fields, {', '.join(node)}, one by one{other}"
     return ""
 
 
-def _through_a_value(path: str, held: Any, option: str, value: str) -> str:
-    """The answer to --config.PATH.OPTION=VALUE where the field at `path` holds a plain value."""
+def _through_a_value(path: str, held: object, option: str, value: str) -> str:
+    """Return what is wrong with --config.PATH.OPTION=VALUE where the field at `path` holds a plain value."""
     what = f"--config.{path}.{option}: {path} is"
     kind = WORDS.get(path.rpartition(".")[2])
     if kind is None or not isinstance(held, str | None):
         return f"{what} a plain value, {held!r}, and has no fields; write --config.{path}=VALUE"
-    from decjax import registry  # Of which some kinds import JAX.
+    from decjax import registry  # Some kinds import JAX.
 
     takers = _takers(kind, option)
-    name, _, options = (held or "").partition("(")
     if not takers:
         return f"{what} a word with its options in brackets, and no {kind} has {option}; python -m launch.parts {kind} lists them"
-    others: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # What the file holds is refused later.
-        others = registry.parse(kind, held or "")[1] if options and name in takers else {}
-    call = ",".join(f"{key}={text}" for key, text in {**others, option: value or "VALUE"}.items())
-    return f"{what} a word with its options in brackets; write --config.{path}='{name if name in takers else takers[0]}({call})'"
+    name, options = takers[0], {}
+    with contextlib.suppress(ValueError):  # An invalid value of the file is refused later.
+        chosen, given = registry.parse(kind, held or "")
+        name, options = (chosen, given) if chosen in takers else (name, {})
+    call = ",".join(f"{key}={text}" for key, text in {**options, option: value or "VALUE"}.items())
+    return f"{what} a word with its options in brackets; write --config.{path}='{name}({call})'"
 
 
 def _takers(kind: str, option: str) -> list[str]:
-    """Names of the parts of a kind that have an option."""
+    """Return the names of the parts of a kind that have an option."""
     from decjax import registry
 
     return [name for name in registry.names(kind) if option in registry.part(kind, name).options]
 
 
-def _instead(config: Any, names: list[str], depth: int) -> str:
-    """What to say behind "config.a.b is unknown", of which the first `depth` names are sections: what there is, and where the
-    field belongs."""
+def _instead(config: dict, names: list[str], depth: int) -> str:
+    """Return what follows "config.a.b is unknown", of which the first `depth` names are sections: suggestions."""
     from decjax import registry
 
     if not depth and (absent := _absent(config, names[0])):
@@ -183,8 +179,8 @@ def _instead(config: Any, names: list[str], depth: int) -> str:
     return f": {what} has {_listed(has, len(has)) or 'no fields'}" + "".join(f"; {hint}" for hint in (meant, belongs) if hint)
 
 
-def _absent(config: Any, name: str) -> str:
-    """Why the config lacks a section that others have; empty: none has it."""
+def _absent(config: dict, name: str) -> str:
+    """Return why the config lacks a section that others have; empty: none has it."""
     from decjax import registry
 
     if name == "source":
@@ -194,28 +190,27 @@ def _absent(config: Any, name: str) -> str:
     needed = "mixer" if name == "topology" else name
     methods = {method: registry.part("method", method).traits.get("chooses", ()) for method in registry.names("method")}
     if others := [method for method, chooses in methods.items() if needed in chooses]:
-        chosen = config.method.get("name", "") if "method" in config else ""
+        chosen = config["method"].get("name", "") if "method" in config else ""
         has = " and ".join(methods.get(chosen, ())) or "none of its own"
         return f"method {chosen!r} has {has}, no {name}; methods with {name}: {_listed(others)}"
     return ""
 
 
-def _near(config: Any, section: Any, names: list[str], depth: int) -> list[str]:
-    """Fields elsewhere that are called like the unknown one, or those here that are spelled nearly so."""
+def _near(config: dict, section: Iterable[str], names: list[str], depth: int) -> list[str]:
+    """Return fields elsewhere with the name of the unknown one, or those here with a similar spelling."""
     known = [path for path in _paths(config) if path.rpartition(".")[2] != "name"]
     for name in (names[-1], names[depth]):
         if same := [path for path in known if path.rpartition(".")[2] == name]:
             return same
     if not depth:
         return difflib.get_close_matches(".".join(names), known, cutoff=0.75)
-    start = ".".join(names[:depth])
-    return [f"{start}.{name}" for name in difflib.get_close_matches(names[depth], list(section), cutoff=0.75)]
+    return [".".join([*names[:depth], name]) for name in difflib.get_close_matches(names[depth], list(section), cutoff=0.75)]
 
 
-def _paths(config: Any, start: str = "") -> Iterator[str]:
+def _paths(config: dict, start: str = "") -> Iterator[str]:
     for name in config:
         yield start + name
-        if isinstance(config[name], ml_collections.ConfigDict):
+        if isinstance(config[name], dict):
             yield from _paths(config[name], f"{start}{name}.")
 
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from absl import flags
 
@@ -29,6 +29,8 @@ from decjax.elastic.coordinator import Coordinator
 from decjax.elastic.keys import Keys
 from decjax.elastic.view import View
 from launch import chaos, command, processes, ranks, train_flags
+
+T = TypeVar("T")
 
 KEYS = "DECJAX_ELASTIC_KEYS"  # an environment variable
 PAUSE_S = 1.0  # before a restart of a process that never took part, or of a spare process; doubled each time
@@ -50,32 +52,62 @@ def options(module: str, arguments: Sequence[str]) -> config.Elastic | None:
     """Return the config section `elastic` of a command line of launch.train; None if the run is not elastic."""
     if not flags.FLAGS.elastic:
         return None
-    if module != processes.TRAIN:
-        command.refuse(f"--elastic: only {processes.TRAIN} can be elastic, got module={module}; leave it out")
-    try:
-        return config.read(train_flags.read(arguments).config).elastic
-    except config.ConfigError as error:
-        command.refuse(str(error))
+    train = processes.TRAIN
+    command.check((module == train, f"--elastic: only {train} can be elastic, got module={module}", "leave it out"))
+    return train_flags.spec_of(train_flags.read(arguments)).elastic
+
+
+class Listening(Protocol):
+    """Calls a function in a network namespace."""
+
+    def __call__(self, make: Callable[[], T], /) -> T: ...
 
 
 class Hosts(NamedTuple):
     """Where the processes run: by default on this machine.
 
     Attributes:
-        listening: calls a function in the network namespace of the coordinator's address.
-        environments: further variables of each process.
+        address: at which process 0 listens.
+        inside: maps the index of a process and its command line to one that runs it on its host.
+        coordinator: address at which the coordinator of an elastic run listens.
+        listening: calls a function in the network namespace of that address.
+        variables_of: further environment variables of the process with an index.
         links: links that faults may cut or slow down.
         per_host: processes per host; 0: all.
     """
 
-    listening: Callable[[Callable[[], Any]], Any] = lambda make: make()
-    environments: Sequence[dict[str, str]] = ()
+    address: str = "127.0.0.1"
+    inside: Callable[[int, list[str]], list[str]] = lambda index, line: line
+    coordinator: str = "127.0.0.1"
+    listening: Listening = lambda make: make()
+    variables_of: Callable[[int], dict[str, str]] = lambda index: {}
     links: chaos.Links | None = None
     per_host: int = 0
 
 
+def run(
+    module: str,
+    arguments: Sequence[str],
+    num_processes: int,
+    settings: config.Elastic | None = None,
+    *,
+    hosts: Hosts = Hosts(),
+    pin: bool = False,
+    again: str = "",
+    faults: Iterator[chaos.Event] = iter(()),
+) -> int:
+    """Run processes of a module: with `settings` those of an elastic run, else by `processes.run_together`."""
+    place = lambda lines: [hosts.inside(index, line) for index, line in enumerate(lines)]
+    if settings:
+        lines_of = lambda options: place(processes.elastic_command_lines(module, arguments, num_processes, options))
+        return run_together(lines_of, settings, again, faults, hosts)
+    lines = place(processes.command_lines(module, arguments, num_processes, hosts.address))
+    variables = [hosts.variables_of(index) for index in range(num_processes)]
+    return processes.run_together(lines, again, pin, variables, faults, hosts.links)
+
+
 def _pause_s(failures: int) -> float:
-    """The pause before a restart after `failures` processes that did not take part."""
+    """Return the pause before a restart after `failures` processes that did not take part."""
     return min(PAUSE_S * 2 ** (failures - 1), MAX_PAUSE_S) if failures else 0.0
 
 
@@ -90,15 +122,7 @@ def _set_niceness(process_group: int, relative: int) -> None:
 
 
 class _Starter:
-    """Starts the processes of all slots, and keeps a spare process on each host.
-
-    Args:
-        stack: closes the logs.
-        lines: command lines of the slots.
-        spare_lines: command lines of spare processes; empty: none.
-        environments: variables of the slots.
-        per_host: slots per host.
-    """
+    """Starts the processes of all slots, and keeps a spare process on each host unless there are no `spare_lines`."""
 
     def __init__(
         self,
@@ -220,32 +244,33 @@ class _Slot:
 
 def run_together(
     command_lines: Callable[[list[str]], list[list[str]]],
-    host: str,
     settings: config.Elastic,
-    again: str = "",
-    faults: Iterator[chaos.Event] = iter(()),
-    hosts: Hosts = Hosts(),
+    again: str,
+    faults: Iterator[chaos.Event],
+    hosts: Hosts,
 ) -> int:
     """Run the processes of an elastic run; return the exit code: 0, that of a user error or a divergence, or 128 + signal.
 
     Args:
         command_lines: returns the command lines of all processes for further options.
-        host: address at which the coordinator listens; `hosts` is where the processes run.
-        settings: of the run; `faults` are to be injected.
+        settings: of the run.
         again: how to continue after an interruption or a failure.
+        faults: to be injected.
+        hosts: where the processes run.
     """
-    group_keys = Keys.made()
-    count = len(command_lines([]))
-    making = functools.partial(Coordinator, host, count, settings.min_workers, settings.heartbeat_s, group_keys, _say_view)
+    group_keys, count = Keys.made(), len(command_lines([]))
+    making = functools.partial(
+        Coordinator, hosts.coordinator, count, settings.min_workers, settings.heartbeat_s, group_keys, _say_view
+    )
     coordinator = hosts.listening(making)
     options = [f"--elastic={':'.join(map(str, coordinator.address))}"]
     lines, spare_lines = command_lines(options), command_lines([*options, processes.STANDBY]) if settings.spares else []
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(processes.caught_signals())
         serving = stack.enter_context(_serving(coordinator))
-        folder = stack.enter_context(processes.temporary_folder())
-        environments = _environments(count, {KEYS: group_keys.text} | _compilation_cache(folder), hosts)
-        starter = _Starter(stack, lines, spare_lines, environments, hosts.per_host or count)
+        shared = {KEYS: group_keys.text} | _compilation_cache(stack.enter_context(processes.temporary_folder()))
+        variables = [shared | gpus | hosts.variables_of(index) for index, gpus in enumerate(ranks.gpu_environments(count))]
+        starter = _Starter(stack, lines, spare_lines, variables, hosts.per_host or count)
         slots: list[_Slot] = []
         stack.callback(lambda: processes.send([slot.child for slot in slots], signal.SIGKILL))
         slots += [_Slot(index, starter) for index in range(count)]
@@ -258,12 +283,6 @@ def run_together(
             (starter.hold_spares if all(slot.takes_part(coordinator.view) for slot in slots) else address_check.look)()
 
         return _watch(slots, coordinator, serving, caught, look, f"; {again}" if again else "")
-
-
-def _environments(count: int, shared: dict[str, str], hosts: Hosts) -> list[dict[str, str]]:
-    """Return the variables of each process."""
-    environments = hosts.environments or [{}] * count
-    return [shared | devices | further for devices, further in zip(ranks.gpu_environments(count), environments, strict=True)]
 
 
 def _compilation_cache(folder: str) -> dict[str, str]:
@@ -296,18 +315,16 @@ def _watch(
     look: Callable[[], None],
     again: str,
 ) -> int:
-    forwarded = False
-    while not all(slot.finished for slot in slots):
+    send = lambda number: processes.send([slot.child for slot in slots], number)
+    for stopping in processes.rounds(caught, send):
+        if all(slot.finished for slot in slots):
+            break
+        if stopping:
+            coordinator.least = 1  # No more processes are started, so none should be waited for.
         if serving.done():  # Without a coordinator no process can leave or join.
             _say(f"error: the coordinator of this run has failed ({serving.exception()!r}){again}")
             return 1
         look()
-        if caught and not forwarded:
-            forwarded = True
-            coordinator.least = 1  # No more processes are started, so none should be waited for.
-            processes.send([slot.child for slot in slots], signal.SIGTERM)
-        if len(caught) > 1:
-            processes.send([slot.child for slot in slots], signal.SIGKILL)
         for slot in slots:
             if slot.finished:
                 continue
@@ -321,12 +338,11 @@ def _watch(
                 coordinator.ended.append(slot.child.process.pid)
                 coordinator.silent.discard(slot.index)
                 if (code := _ended(slot, bool(caught) or coordinator.is_over)) is not None:
-                    processes.send([other.child for other in slots], signal.SIGTERM)
+                    send(signal.SIGTERM)
                     return code
             elif slot.index in coordinator.silent:
                 coordinator.silent.discard(slot.index)
                 slot.child.process.kill()  # It was removed from the group.
-        time.sleep(processes.POLL_S)
     stopped = 128 + caught[0] if caught else max(slot.code or 0 for slot in slots)
     if stopped > 128:  # The launcher or one of the processes received a signal, and all have stopped.
         _say(f"interrupted by {signal.Signals(stopped - 128).name}{again}")
@@ -338,7 +354,7 @@ def _ended(slot: _Slot, stopping: bool) -> int | None:
     """Record that a process has ended and schedule its restart; return an exit code if the run ends with it."""
     code = slot.code
     if code in (command.USER_ERROR, command.DIVERGED):
-        _say(*slot.child.last_lines())
+        _say(*slot.child.lines(processes.LAST_LINES))
         return code
     if code == 0 or stopping:
         slot.finished = True
@@ -346,7 +362,7 @@ def _ended(slot: _Slot, stopping: bool) -> int | None:
     assert code is not None
     _say(f"process {slot.index} {processes.how_it_ended(code)}; it will be replaced")
     if code == 1:
-        _say(*(f"[process {slot.index}] {line}" for line in slot.child.last_lines()))
+        _say(*(f"[process {slot.index}] {line}" for line in slot.child.lines(processes.LAST_LINES)))
         if slot.fails_again():
             return code
     slot.ended()

@@ -7,12 +7,13 @@ by hand use the flags defined here.
 from collections.abc import Callable, Iterator
 import contextlib
 import functools
+import importlib
 import json
 import os
 import sys
 import time
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from absl import flags
 import jax
@@ -65,11 +66,9 @@ def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
     coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or (rank.num_processes if rank else 1)
     devices = workers * each or max(each, processes if processes > 1 else parts.SIMULATED_WORKERS)
     check_flags(coordinator, _NUM_PROCESSES.value, _PROCESS_INDEX.value)
-    if not simulate and devices > MAX_CPU_DEVICES * processes:
-        command.refuse(
-            f"workers={workers} need {devices} devices, and a process has {MAX_CPU_DEVICES} at most; use fewer, or "
-            "simulate them on one device"
-        )
+    problem = f"workers={workers} need {devices} devices, and a process has {MAX_CPU_DEVICES} at most"
+    fits = simulate or devices <= MAX_CPU_DEVICES * processes
+    command.check((fits, problem, "use fewer, or simulate them on one device"))
     if devices == processes:  # Several devices of a process would contend for its allocator.
         memory.keep_freed()
     if coordinator and coordinator != "auto":
@@ -141,35 +140,37 @@ def _gloo_listens_at(address: str) -> None:
     it; if its internals have changed, this does nothing."""
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import distributed, xla_bridge
-        from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-        make, client = _jax.make_gloo_tcp_collectives, xla_bridge.make_cpu_client
+        make, client = importlib.import_module("jaxlib._jax").make_gloo_tcp_collectives, xla_bridge.make_cpu_client
         collectives = functools.partial(make, distributed_client=distributed.global_state.client, hostname=address)
         backend.register_backend_factory("cpu", lambda: client(collectives=collectives()), priority=0, fail_quietly=False)
 
 
-def resolved(config: ml_collections.ConfigDict | dict[str, Any]) -> parts.RunSpec:
+def resolved(config: ml_collections.ConfigDict | dict[str, object]) -> parts.RunSpec:
     """Return the spec of a config for the available devices."""
     devices = jax.device_count()
     return parts.resolve(config, devices, devices == 1 and jax.process_count() == 1 and jax.devices()[0].platform != "cpu")
 
 
 def check_flags(coordinator: str | None, num_processes: int | None, process_index: int | None) -> None:
-    """Refuse inconsistent coordinator flags."""
-    if not coordinator:
-        for name, value in (("num_processes", num_processes), ("process_index", process_index)):
-            if value is not None:
-                command.refuse(f"--{name}={value} needs --coordinator=HOST:PORT; leave it out under srun and mpirun")
-    elif coordinator != "auto":
-        if not ranks.is_address(coordinator):
-            command.refuse(f"--coordinator={coordinator}: must be HOST:PORT of process 0, PORT ≤ {ranks.LAST_PORT}, or 'auto'")
-        if num_processes is None or process_index is None:
-            command.refuse("--coordinator=HOST:PORT needs --num_processes and --process_index; give each process both")
-        if num_processes < 1:
-            command.refuse(f"--num_processes={num_processes}: must be at least 1; give how many processes are started")
-        if not 0 <= process_index < num_processes:
-            allowed = f"must be from 0 to {num_processes - 1}, one less than --num_processes={num_processes}"
-            command.refuse(f"--process_index={process_index}: {allowed}")
+    """Refuse coordinator flags that do not go together."""
+    listens = coordinator not in (None, "", "auto")
+    count, index = num_processes or 1, process_index or 0
+    address = f"--coordinator={coordinator}: must be HOST:PORT of process 0, PORT ≤ {ranks.LAST_PORT}, or 'auto'"
+    needs = "needs --coordinator=HOST:PORT"
+    both = "--coordinator=HOST:PORT needs --num_processes and --process_index"
+    command.check(
+        (coordinator or num_processes is None, f"--num_processes={num_processes} {needs}", "leave it out under srun and mpirun"),
+        (coordinator or process_index is None, f"--process_index={process_index} {needs}", "leave it out under srun and mpirun"),
+        (not listens or ranks.is_address(str(coordinator)), address, "give each process the same"),
+        (not listens or None not in (num_processes, process_index), both, "give each process both"),
+        (count >= 1 and num_processes != 0, f"--num_processes={num_processes}: must be at least 1", "give the number of processes"),
+        (
+            not listens or 0 <= index < count,
+            f"--process_index={index}: must be from 0 to {count - 1}, one less than --num_processes={count}",
+            "number the processes from 0",
+        ),
+    )
 
 
 @contextlib.contextmanager

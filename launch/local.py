@@ -9,8 +9,6 @@ processes save and stop at the next logging step. The same command continues in 
 `--module=launch.calibrate` runs another module that has launch.train's coordinator flags.
 """
 
-import functools
-
 from absl import flags
 
 from launch import chaos, command, elastic, processes
@@ -20,11 +18,7 @@ def main(argv: list[str]) -> int:
     num_processes, module = flags.FLAGS.num_processes, flags.FLAGS.module
     processes.check(module, argv, num_processes)
     again, faults = processes.how_to_continue("launch.local", module), chaos.parse(flags.FLAGS.chaos, num_processes)
-    if settings := elastic.options(module, argv):
-        lines = functools.partial(processes.elastic_command_lines, module, argv, num_processes)
-        return elastic.run_together(lines, "127.0.0.1", settings, again, faults)
-    lines = processes.command_lines(module, argv, num_processes, "127.0.0.1")
-    return processes.run_together(lines, again, faults=faults)
+    return elastic.run(module, argv, num_processes, elastic.options(module, argv), again=again, faults=faults)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import math
 import os
 import pathlib
 import time
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+import types
+from typing import BinaryIO, NamedTuple, NoReturn
 
 import jax
 
@@ -48,7 +49,7 @@ class Member(NamedTuple):
         return self.directory / "train.log"
 
     def summary(self) -> dict | None:
-        """The contents of `summary.json`; None if it is missing or damaged, so that launch.train has to run."""
+        """Return the contents of `summary.json`; None if it is missing or damaged, so that launch.train has to run."""
         try:
             summary = files.read_json(self.directory / "summary.json")
         except ValueError:
@@ -56,7 +57,7 @@ class Member(NamedTuple):
         return summary if all(isinstance(summary.get(name), int | float) for name in TABULATED) else None
 
     def progress(self) -> Progress | None:
-        """How far the run is; None if it has not started."""
+        """Return how far the run is; None if it has not started."""
         metrics, step, loss = self.directory / "metrics.jsonl", 0, None
         try:
             steps = files.read_json(self.directory / "config.json")["steps"]
@@ -81,7 +82,7 @@ class Member(NamedTuple):
 
 
 def last_line(path: pathlib.Path, start: str = "", offset: int = 0) -> str:
-    """The last complete line of a file that begins with `start`, from byte `offset` on; empty if there is none."""
+    """Return the last complete line of a file that begins with `start`, from byte `offset` on; empty if there is none."""
     if not path.exists():
         return ""
     with files.open_regular(path) as file:
@@ -93,52 +94,51 @@ def last_line(path: pathlib.Path, start: str = "", offset: int = 0) -> str:
 def parse_sweep(text: str) -> dict[str, list[str]]:
     """Parse `key=value,value;key=value`."""
     swept: dict[str, list[str]] = {}
-    for part in text.split(";"):
-        key, equals, values = (piece.strip() for piece in part.partition("="))
-        if not key or not equals:
-            command.refuse(f"sweep: {part.strip()!r} is not key=value,value; write as in 'topology=ring,torus;seed=0,1'")
-        if key in swept:
-            command.refuse(f"sweep: key {key!r} is given twice; list all its values once, after commas")
-        swept[key] = [value.strip() for value in registry.split(values)]
-        if "" in swept[key]:
-            command.refuse(f"sweep: {part.strip()!r} has an empty value; write as in 'seed=0,1'")
-        if len(set(swept[key])) < len(swept[key]):
-            command.refuse(f"sweep: {part.strip()!r} has a value twice, which would be two equal runs; leave one out")
+    for part in (part.strip() for part in text.split(";")):
+        key, equals, joined = (piece.strip() for piece in part.partition("="))
+        values = [value.strip() for value in registry.split(joined)]
+        command.check(
+            (key and equals, f"sweep: {part!r} is not key=value,value", "write as in 'topology=ring,torus;seed=0,1'"),
+            (key not in swept, f"sweep: key {key!r} is given twice", "list all its values once, after commas"),
+            ("" not in values, f"sweep: {part!r} has an empty value", "write as in 'seed=0,1'"),
+            (len({*values}) == len(values), f"sweep: {part!r} has a value twice, which makes two equal runs", "leave one out"),
+        )
+        swept[key] = values
     return swept
 
 
-def sweep_of(module, path: str, argument: str) -> str:
-    """The sweep that the config file itself defines."""
-    try:
+def sweep_of(module: types.ModuleType, path: str, argument: str) -> str:
+    """Return the sweep that the config file itself defines."""
+    with command.refusing(f"get_sweep of {path} failed", "correct it, or give --sweep='seed=0,1'", (Exception, SystemExit)):
         text = module.get_sweep(argument) if hasattr(module, "get_sweep") else getattr(module, "SWEEP", None)
-    except (Exception, SystemExit) as error:
-        command.refuse(f"get_sweep of {path} failed ({error!r}); correct it, or give --sweep='seed=0,1'")
-    if text is None:
-        command.refuse(f"no --sweep is given and {path} defines none; write --sweep='seed=0,1', or get_sweep(arg) in the config")
     if not isinstance(text, str):
-        command.refuse(f"the sweep of {path} is {registry.shown(text)}; it must be a text such as 'seed=0,1'")
+        problem = f"the sweep of {path} is {registry.shown(text)} instead of a text"
+        missing = f"no --sweep is given and {path} defines none"
+        command.refuse(missing if text is None else problem, "write --sweep='seed=0,1', or get_sweep(arg) in the config")
     return text
 
 
 def check_apart(config: str, swept: dict[str, list[str]], extra: list[str]) -> None:
     """Refuse a key of the sweep that --config sets as well, and options behind `--` that each run gets from the sweep."""
     inside = {part.partition("=")[0].strip(): part.strip() for part in registry.split(config.partition(":")[2])}
-    for key, values in swept.items():
-        if key in inside:
-            _refuse_twice(key, values, "--config", inside[key])
-    for option in ("config", "workdir"):
-        if config_file.value_of(option, extra) is not None:
-            command.refuse(f"--{option} behind --: each run gets its own from the sweep; write it before --")
+    for key in swept.keys() & inside.keys():
+        _refuse_twice(key, swept[key], "--config", inside[key])
+    command.check(
+        *(
+            (config_file.value_of(option, extra) is None, f"--{option} behind --: each run gets its own", "write it before --")
+            for option in ("config", "workdir")
+        )
+    )
 
 
 def _refuse_twice(key: str, values: list[str], where: str, other: str) -> NoReturn:
     command.refuse(
-        f"sweep: {key} is set by the sweep, '{key}={','.join(values)}', and in {where}, '{other}'; leave it out of {where}"
+        f"sweep: {key} is set by the sweep, '{key}={','.join(values)}', and in {where}, '{other}'", f"leave it out of {where}"
     )
 
 
 def command_line(config: str, values: Mapping[str, str], keys: Container[str]) -> list[str]:
-    """The options of launch.train that set these values: shorthand keys in --config, others as fields."""
+    """Return the options of launch.train that set these values: shorthand keys in --config, others as fields."""
     path, _, argument = config.partition(":")
     shorthand = ",".join(filter(None, [argument, *(f"{key}={value}" for key, value in values.items() if key in keys)]))
     fields = [f"--config.{key}={value}" for key, value in values.items() if key not in keys]
@@ -155,8 +155,10 @@ def expand(config: str, swept: dict[str, list[str]], keys: Container[str], workd
         workdir: of the sweep.
         extra: further options of every run.
     """
-    if (count := math.prod(map(len, swept.values()))) > MOST_RUNS:
-        command.refuse(f"sweep: its values make {count} runs; there may be at most {MOST_RUNS}, so use fewer values")
+    count = math.prod(map(len, swept.values()))
+    command.check(
+        (count <= MOST_RUNS, f"sweep: its values make {count} runs; there may be at most {MOST_RUNS}", "use fewer values")
+    )
     members = []
     for combination in itertools.product(*swept.values()):
         values = dict(zip(swept, combination, strict=True))
@@ -170,13 +172,11 @@ def check(member: Member, num_processes: int, resolve: bool) -> None:
 
     With `resolve` also build the parts, if the number of workers is given; otherwise it depends on the devices of the run.
     """
-    try:
+    with command.refusing(member.name, errors=(command.UserError, ConfigError)):
         spec = train_flags.check(member.arguments, num_processes)
         if spec.workers and resolve:
             jax.config.update("jax_platforms", "cpu")  # Accelerators are for the runs.
             parts.resolve(spec.document)
-    except (command.UserError, ConfigError) as error:
-        command.refuse(f"{member.name}: {error}")
 
 
 def check_values(members: list[Member], config: str, swept: dict[str, list[str]], keys: Container[str], extra: list[str]) -> None:
@@ -186,7 +186,7 @@ def check_values(members: list[Member], config: str, swept: dict[str, list[str]]
     """
 
     @functools.cache
-    def read(*options: str) -> dict[str, Any]:
+    def read(*options: str) -> dict[str, object]:
         try:
             return train_flags.fields(train_flags.read(options).config)
         except command.UserError:  # A value that a field cannot have.
@@ -209,17 +209,17 @@ def check_values(members: list[Member], config: str, swept: dict[str, list[str]]
                 if named or (fields and fields <= overridden):
                     path = min(named or fields)
                     _refuse_twice(key, values, "the options behind --", f"--config.{path}={all_fields.get(path)}")
-        if (same := runs.setdefault(json.dumps(all_fields, sort_keys=True), member)) is not member:
-            command.refuse(f"sweep: {same.name} and {member.name} are the same run; leave one out")
+        same = runs.setdefault(json.dumps(all_fields, sort_keys=True), member)
+        command.check((same is member, f"sweep: {same.name} and {member.name} are the same run", "leave one out"))
 
 
-def _differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-    """Paths of the fields in which two configs differ."""
+def _differing(one: dict[str, object], other: dict[str, object]) -> set[str]:
+    """Return the paths of the fields in which two configs differ."""
     return {path for path in one.keys() | other.keys() if one.get(path, KeyError) != other.get(path, KeyError)}
 
 
 def _words(key: str, value: str) -> set[str]:
-    """A value of the sweep as text; in call form also its name and the values of its options."""
+    """Return a value of the sweep as text; in call form also its name and the values of its options."""
     with contextlib.suppress(ValueError):
         name, options = registry.parse(key, value)
         return {value, name, *map(str, options.values())}
@@ -228,14 +228,10 @@ def _words(key: str, value: str) -> set[str]:
 
 def claim(workdir: pathlib.Path, config: str, extra: list[str]) -> None:
     """Reserve `workdir` for sweeps of this config; refuse that of another config, whose finished runs would be skipped."""
-    now = {"config": config, "arguments": extra}
-    path = workdir / "sweep.json"
-    try:
+    now, path = {"config": config, "arguments": extra}, workdir / "sweep.json"
+    with command.refusing(f"workdir {str(workdir)!r} cannot be used", "choose another --workdir", (OSError, ValueError)):
         workdir.mkdir(parents=True, exist_ok=True)
         if not path.exists():  # Tasks of a job array may write it at the same time.
             files.write_whole(path, json.dumps(now) + "\n", shared=True)
         before = files.read_json(path)
-    except (OSError, ValueError) as error:
-        command.refuse(f"workdir {str(workdir)!r} cannot be used ({error}); choose another --workdir")
-    if before != now:
-        command.refuse(f"{workdir} holds a sweep of another config ({json.dumps(before)}); choose another --workdir")
+    command.check((before == now, f"{workdir} holds a sweep of another config ({json.dumps(before)})", "choose another --workdir"))

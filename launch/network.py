@@ -1,4 +1,4 @@
-"""Emulated hosts on a switch with rate-limited links: network namespaces of Linux, for launch.cluster."""
+"""Emulated hosts on a switch with rate-limited links, for launch.cluster: network namespaces, made by iproute2's `ip` and `tc`."""
 
 from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
@@ -8,19 +8,21 @@ import dataclasses
 import fcntl
 import ipaddress
 import json
+import math
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from typing import NamedTuple, TypeVar
 
 from decjax import config
-from launch import chaos, command, elastic, iproute, processes
-from launch.iproute import UNLIMITED
+from launch import chaos, command, elastic, processes
 
 T = TypeVar("T")
 
@@ -30,8 +32,98 @@ SUBNET = "10.77.0.0/24"
 _CONGESTION_CONTROL = "reno"  # in every kernel
 _HOSTS_FILES = pathlib.Path("/etc/netns")  # `ip netns exec` mounts NAME/hosts as /etc/hosts
 _NAMESPACES = pathlib.Path("/var/run/netns")
+_NCCL = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1"}  # otherwise NCCL detects a single machine and bypasses the links
 _CLONE_NEWNET = 0x40000000  # of Linux's sched.h
 _STATE = pathlib.Path("/run")  # cleared at a reboot, as are the namespaces
+UNLIMITED = "none"
+# A bucket of 10 ms of the rate, but at least the largest packet, and a queue of 50 ms, as in a small switch. A larger bucket would carry
+# messages without delay after every pause.
+_BURST_S, _LEAST_BURST, _QUEUE = 0.01, 2**16, "50ms"
+_LEAST_RATE, _LARGEST_RATE = 1e3, 1e12  # bits per second
+_BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+# -- Calls of iproute2's `ip` and `tc` --------------------------------------------------------------------------------
+
+
+def require_privileges() -> None:
+    """Refuse machines and users that cannot create namespaces."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    needs, user = "network namespaces need", os.geteuid()
+    command.check(
+        (sys.platform == "linux", f"platform {sys.platform!r}: {needs} Linux", "launch.local runs several processes anywhere"),
+        (not missing, f"{' and '.join(missing)} not found: {needs} iproute2", "install it, as with apt-get install iproute2"),
+        (user == 0, f"user id {user}: {needs} root", "start the command with sudo, or use launch.local"),
+    )
+
+
+def run_tool(*command_line: str) -> str:
+    """Run one of iproute2's tools; return its output."""
+    done = subprocess.run(command_line, capture_output=True, text=True, check=False, start_new_session=True)
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or processes.how_it_ended(done.returncode)
+        hint = "; in a container, start that with --privileged" if "not permitted" in said else ""
+        command.refuse(f"{shlex.join(command_line)}: {said}{hint}")
+    return done.stdout
+
+
+def processes_in(space: str) -> list[int]:
+    return [int(process_id) for process_id in run_tool("ip", "netns", "pids", space).split()]
+
+
+def checked_rate(rate: str) -> str:
+    if rate != UNLIMITED and not _LEAST_RATE <= _bits(rate) <= _LARGEST_RATE:
+        shown = rate if len(rate) <= 40 else f"{rate[:37]}…"
+        units = "must be a number with bit, kbit, mbit or gbit (per second)"
+        command.refuse(f"rate={shown!r}: {units}, as in 200mbit, from 1kbit to 1000gbit, or {UNLIMITED}")
+    return rate
+
+
+def _bits(rate: str) -> float:
+    """Return the bits per second of a rate; nan if it is invalid."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmg]?)bit", rate)
+    return float(match[1]) * _BITS[match[2]] if match else math.nan
+
+
+def _burst(rate: str) -> int:
+    """Return the bytes of a link's token bucket."""
+    return max(_LEAST_BURST, int(_BURST_S * _bits(rate) / 8))
+
+
+def pairs(text: str, hosts: int) -> list[tuple[int, int, str]]:
+    """Parse pairs of hosts with rates, such as `0-1:10mbit,4-5:10mbit`."""
+    parsed = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"(\d{1,4})-(\d{1,4}):(\w[\w.]*)", part)
+        valid = match and match[1] != match[2] and max(int(match[1]), int(match[2])) < hosts and match[3] != UNLIMITED
+        if not match or not valid:
+            command.refuse(f"pairs={part!r}: must be two hosts from 0 to {hosts - 1} and a rate, as in 0-1:10mbit,4-5:10mbit")
+        parsed.append((int(match[1]), int(match[2]), checked_rate(match[3])))
+    return parsed
+
+
+def slow_class(rate: str, number: int, address: str) -> list[list[str]]:
+    """Return arguments of tc, after the interface, for a class with a rate below an interface's token bucket.
+
+    They create the class, its queue, and the filter of packets to an address.
+    """
+    queue_bytes = max(_LEAST_BURST, int(_bits(rate) / 8 * 0.05))
+    return [
+        ["class", "replace", "parent", "10:", "classid", f"10:{number}", "htb", "rate", rate, "burst", str(_burst(rate))],
+        ["qdisc", "replace", "parent", f"10:{number}", "bfifo", "limit", str(queue_bytes)],
+        [*"filter add parent 10: protocol ip prio 1 u32 match ip dst".split(), address, "flowid", f"10:{number}"],
+    ]
+
+
+def discipline(rate: str) -> list[str]:
+    """Return the arguments of tc for a link with a rate."""
+    rate = checked_rate(rate)
+    return (
+        ["noqueue"] if rate == UNLIMITED else ["handle", "1:", "tbf", "rate", rate, "burst", str(_burst(rate)), "latency", _QUEUE]
+    )
+
+
+# -- The network ------------------------------------------------------------------------------------------------------
 
 
 class HostBytes(NamedTuple):
@@ -70,12 +162,12 @@ class Network:
 
     def set_rate(self, rate: str, host: int | None = None) -> None:
         """Limit both directions of all links, or of the link of one host, to a rate such as `200mbit`; `none` removes the limit."""
-        discipline = iproute.discipline(rate)
+        arguments = discipline(rate)
         for port, name in enumerate(self.hosts):
             if host not in (None, port):
                 continue
-            iproute.do("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *discipline)
-            iproute.do("tc", "-n", self.switch, "qdisc", "replace", "dev", f"p{port}", "root", *discipline)
+            run_tool("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *arguments)
+            run_tool("tc", "-n", self.switch, "qdisc", "replace", "dev", f"p{port}", "root", *arguments)
 
     def set_pair(self, one: int, other: int, rate: str) -> None:
         """Limit messages between two hosts to a rate below that of their links, which must be limited."""
@@ -83,34 +175,34 @@ class Network:
             if self.rate_Bps(here) is None:
                 command.refuse(f"pairs={one}-{other}:{rate}: the links have no rate; set one, such as --rate=100mbit")
             space = ("tc", "-n", self.hosts[here])
-            if "htb" not in iproute.do(*space, "qdisc", "show", "dev", "eth0"):  # Below the token bucket; class 1 is unlimited.
-                iproute.do(*space, "qdisc", "replace", "dev", "eth0", "parent", "1:1", "handle", "10:", "htb", "default", "1")
-                iproute.do(*space, "class", "replace", "dev", "eth0", "parent", "10:", "classid", "10:1", "htb", "rate", "100gbit")
-            for what, verb, *rest in iproute.slow_class(rate, there + 2, self.addresses[there]):
-                iproute.do(*space, what, verb, "dev", "eth0", *rest)
+            if "htb" not in run_tool(*space, "qdisc", "show", "dev", "eth0"):  # Below the token bucket; class 1 is unlimited.
+                run_tool(*space, "qdisc", "replace", "dev", "eth0", "parent", "1:1", "handle", "10:", "htb", "default", "1")
+                run_tool(*space, "class", "replace", "dev", "eth0", "parent", "10:", "classid", "10:1", "htb", "rate", "100gbit")
+            for what, verb, *rest in slow_class(rate, there + 2, self.addresses[there]):
+                run_tool(*space, what, verb, "dev", "eth0", *rest)
 
     def set_pairs(self, text: str) -> None:
         """Call `set_pair` for pairs such as `0-1:10mbit,4-5:10mbit`."""
-        for pair in iproute.pairs(text, len(self.hosts)):
+        for pair in pairs(text, len(self.hosts)):
             self.set_pair(*pair)
 
     def set_link(self, host: int, up: bool) -> None:
         """Take the link of a host down or up."""
-        iproute.do("ip", "-n", self.switch, "link", "set", f"p{host}", "up" if up else "down")
+        run_tool("ip", "-n", self.switch, "link", "set", f"p{host}", "up" if up else "down")
 
     def set_route(self, one: int, other: int, up: bool) -> None:
         """Disconnect two hosts from each other, or connect them again; both still reach all other hosts."""
         for here, there in ((one, other), (other, one)):
-            iproute.do("ip", "-n", self.hosts[here], "route", "del" if up else "replace", "blackhole", self.addresses[there])
+            run_tool("ip", "-n", self.hosts[here], "route", "del" if up else "replace", "blackhole", self.addresses[there])
 
     def rate_Bps(self, host: int) -> float | None:
         """Return the bytes per second of a link in each direction; None: unlimited."""
-        (discipline,) = json.loads(iproute.do("tc", "-j", "-n", self.hosts[host], "qdisc", "show", "dev", "eth0", "root"))
-        return discipline["options"].get("rate")
+        (root,) = json.loads(run_tool("tc", "-j", "-n", self.hosts[host], "qdisc", "show", "dev", "eth0", "root"))
+        return root["options"].get("rate")
 
     def bytes(self) -> list[HostBytes]:
         """Return the bytes that each host has sent and received."""
-        links = [json.loads(iproute.do("ip", "-j", "-s", "-n", host, "link", "show", "eth0")) for host in self.hosts]
+        links = [json.loads(run_tool("ip", "-j", "-s", "-n", host, "link", "show", "eth0")) for host in self.hosts]
         return [HostBytes(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"]) for (link,) in links]
 
     def run(
@@ -118,44 +210,31 @@ class Network:
         module: str,
         arguments: Sequence[str] = (),
         processes_per_host: int = 1,
+        settings: config.Elastic | None = None,
         pin: bool = False,
         again: str = "",
         faults: Iterator[chaos.Event] = iter(()),
     ) -> int:
-        """Run a module on every host with `processes.run_together`; consecutive process indices share a host."""
-        lines = processes.command_lines(module, arguments, len(self.hosts) * processes_per_host, self.addresses[0])
-        inside = self._on_hosts(lines, processes_per_host)
-        return processes.run_together(inside, again, pin, self._nccl(inside), faults, self)
+        """Run a module on every host with `elastic.run`; consecutive process indices share a host.
 
-    def run_elastic(
-        self,
-        settings: config.Elastic,
-        module: str,
-        arguments: Sequence[str] = (),
-        processes_per_host: int = 1,
-        again: str = "",
-        faults: Iterator[chaos.Event] = iter(()),
-    ) -> int:
-        """Run an elastic run with `elastic.run_together`, with the coordinator at the switch."""
-
-        def lines(options):
-            inside = processes.elastic_command_lines(module, arguments, len(self.hosts) * processes_per_host, options)
-            return self._on_hosts(inside, processes_per_host)
-
-        hosts = elastic.Hosts(self._at_switch, self._nccl(lines([])), self, processes_per_host)
-        return elastic.run_together(lines, self.gateway, settings, again, faults, hosts)
-
-    def _on_hosts(self, lines: Sequence[list[str]], processes_per_host: int) -> list[list[str]]:
-        return [self.inside(index // processes_per_host, line) for index, line in enumerate(lines)]
-
-    def _nccl(self, inside: Sequence[list[str]]) -> list[dict[str, str]]:
-        """Return variables without which NCCL would detect a single machine and bypass the links."""
-        return [{"NCCL_HOSTID": line[3], "NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1"} for line in inside]
+        The coordinator of elastic runs listens at the switch.
+        """
+        hosts = elastic.Hosts(
+            self.addresses[0],
+            lambda index, line: self.inside(index // processes_per_host, line),
+            self.gateway if settings else "",
+            self._at_switch,
+            lambda index: {"NCCL_HOSTID": self.hosts[index // processes_per_host]} | _NCCL,
+            self,
+            processes_per_host,
+        )
+        count = len(self.hosts) * processes_per_host
+        return elastic.run(module, arguments, count, settings, hosts=hosts, pin=pin, again=again, faults=faults)
 
     @property
     def gateway(self) -> str:
         """Address of the switch, where the coordinator of elastic runs listens."""
-        (bridge,) = json.loads(iproute.do("ip", "-j", "-4", "-n", self.switch, "address", "show", "dev", "br0"))
+        (bridge,) = json.loads(run_tool("ip", "-j", "-4", "-n", self.switch, "address", "show", "dev", "br0"))
         return bridge["addr_info"][0]["local"]
 
     def _at_switch(self, make: Callable[[], T]) -> T:
@@ -184,9 +263,8 @@ def network(hosts: int | None = None, rate: str | None = None, name: str = NAME,
         name, subnet: of a new network.
     """
     if existing := _find_free(name):
-        if hosts is not None and not 1 <= hosts <= len(existing.hosts):
-            problem = f"hosts={hosts}: network {name!r} is up with {len(existing.hosts)}"
-            command.refuse(problem, "take it down first (python -m launch.cluster down)")
+        problem = f"hosts={hosts}: network {name!r} is up with {len(existing.hosts)}"
+        command.check((hosts is None or 1 <= hosts <= len(existing.hosts), problem, "take it down first (launch.cluster down)"))
         if rate is not None:
             existing.set_rate(rate)
         yield dataclasses.replace(existing, addresses=existing.addresses[:hosts])
@@ -200,9 +278,11 @@ def network(hosts: int | None = None, rate: str | None = None, name: str = NAME,
 
 def up(hosts: int, rate: str = UNLIMITED, name: str = NAME, subnet: str = SUBNET) -> Network:
     """Create a network that stays until `down`."""
-    if existing := _find_free(name):
-        problem = f"network {name!r} is up already, with {len(existing.hosts)} hosts"
-        command.refuse(problem, "`rate` changes its links, `down` removes it")
+    existing = _find_free(name)
+    num_hosts = len(existing.hosts) if existing else 0
+    command.check(
+        (not existing, f"network {name!r} is up already, with {num_hosts} hosts", "`rate` changes its links, `down` removes it")
+    )
     with processes.unwinding_signals(), _made(hosts, rate, name, subnet) as made:
         kept = dataclasses.replace(made, owner="")
         _write_state(kept)
@@ -211,7 +291,7 @@ def up(hosts: int, rate: str = UNLIMITED, name: str = NAME, subnet: str = SUBNET
 
 def find(name: str = NAME) -> Network | None:
     """Return the network with a name that is up; remove one that a killed command has left behind."""
-    iproute.require_privileges()
+    require_privileges()
     existing = _read_state(name)
     if existing and existing.owner and _identity(existing.owner.split()[0]) != existing.owner:
         if _remove(existing):
@@ -247,7 +327,7 @@ def down(name: str = NAME) -> bool:
     """Remove a network unless processes still run on it; return whether there was one."""
     was_up, existing = _state_of(name).exists(), _find_free(name)  # `find` removes what a killed command has left.
     if existing:
-        if running := [process_id for host in existing.hosts for process_id in iproute.processes_in(host)]:
+        if running := [process_id for host in existing.hosts for process_id in processes_in(host)]:
             command.refuse(f"network {name!r} is in use; stop process {', '.join(map(str, running))} first")
         _remove(existing)
     return was_up
@@ -257,13 +337,13 @@ def down(name: str = NAME) -> bool:
 def _made(hosts: int, rate: str, name: str, subnet: str) -> Iterator[Network]:
     """Context manager with a new network, which is removed after an error."""
     made = dataclasses.replace(_planned(hosts, name, subnet), owner=_identity(os.getpid()))
-    rate = iproute.checked_rate(rate)
-    if taken := [space for space in (made.switch, *made.hosts) if (_NAMESPACES / space).exists()]:
-        command.refuse(f"namespace {taken[0]!r} exists already; choose another --name")
-    try:
-        _write_state(made, new=True)
-    except FileExistsError:
-        command.refuse(f"network {name!r} is being created by another command; choose another --name")
+    rate = checked_rate(rate)
+    taken = [space for space in (made.switch, *made.hosts) if (_NAMESPACES / space).exists()]
+    is_new = not taken and _write_state(made, new=True)
+    command.check(
+        (not taken, f"namespace {', '.join(map(repr, taken[:1]))} exists already", "choose another --name"),
+        (is_new, f"network {name!r} is being created by another command", "choose another --name"),
+    )
     try:
         _build(made, ipaddress.IPv4Network(subnet).prefixlen)
         made.set_rate(rate)
@@ -275,37 +355,40 @@ def _made(hosts: int, rate: str, name: str, subnet: str) -> Iterator[Network]:
 
 def _planned(hosts: int, name: str, subnet: str) -> Network:
     """Check the properties of a network, and return it without creating it."""
-    if not re.fullmatch(r"[A-Za-z][\w-]*", name):
-        command.refuse(f"name={name!r}: must be a letter, then letters, digits, - and _, such as {NAME}")
-    try:
+    with command.refusing(f"subnet={subnet!r}", f"write it as {SUBNET}"):
         addresses = ipaddress.IPv4Network(subnet)
-    except ValueError as error:
-        command.refuse(f"subnet={subnet!r}: {error}; write it as {SUBNET}")
-    if not 1 <= hosts <= addresses.num_addresses - 3:  # One is the switch's.
-        problem = f"hosts={hosts}: must be at least 1, and at most {addresses.num_addresses - 3} in subnet {subnet}"
-        command.refuse(problem, "choose a larger one with --subnet")
+    most = addresses.num_addresses - 3  # One is the switch's.
+    is_name = re.fullmatch(r"[A-Za-z][\w-]*", name)
+    command.check(
+        (is_name, f"name={name!r}: must be a letter, then letters, digits, - and _", f"write it as {NAME}"),
+        (
+            1 <= hosts <= most,
+            f"hosts={hosts}: must be at least 1, and at most {most} in subnet {subnet}",
+            "choose a larger --subnet",
+        ),
+    )
     return Network(name, tuple(str(addresses[host + 1]) for host in range(hosts)))
 
 
 def _build(made: Network, prefix_length: int) -> None:
     """Create namespaces, the bridge, one pair of interfaces per host, and the hosts' /etc/hosts."""
-    iproute.do("ip", "netns", "add", made.switch)
-    iproute.do("ip", "-n", made.switch, "link", "set", "lo", "up")  # The launcher checks that its coordinator is reachable.
-    iproute.do("ip", "-n", made.switch, "link", "add", "br0", "type", "bridge")
-    iproute.do("ip", "-n", made.switch, "link", "set", "br0", "addrgenmode", "none", "up")
+    run_tool("ip", "netns", "add", made.switch)
+    run_tool("ip", "-n", made.switch, "link", "set", "lo", "up")  # The launcher checks that its coordinator is reachable.
+    run_tool("ip", "-n", made.switch, "link", "add", "br0", "type", "bridge")
+    run_tool("ip", "-n", made.switch, "link", "set", "br0", "addrgenmode", "none", "up")
     gateway = ipaddress.ip_interface(f"{made.addresses[0]}/{prefix_length}").network.broadcast_address - 1
-    iproute.do("ip", "-n", made.switch, "address", "add", f"{gateway}/{prefix_length}", "dev", "br0")
+    run_tool("ip", "-n", made.switch, "address", "add", f"{gateway}/{prefix_length}", "dev", "br0")
     all_hosts = "".join(f"{address} {host}\n" for host, address in zip(made.hosts, made.addresses, strict=True))
     for port, (host, address) in enumerate(zip(made.hosts, made.addresses, strict=True)):
-        iproute.do("ip", "netns", "add", host)
-        iproute.do("ip", "link", "add", f"p{port}", "netns", made.switch, "type", "veth", "peer", "name", "eth0", "netns", host)
+        run_tool("ip", "netns", "add", host)
+        run_tool("ip", "link", "add", f"p{port}", "netns", made.switch, "type", "veth", "peer", "name", "eth0", "netns", host)
         # addrgenmode: without IPv6 addresses the links carry messages of the processes only.
-        iproute.do("ip", "-n", made.switch, "link", "set", f"p{port}", "master", "br0", "addrgenmode", "none", "up")
-        iproute.do("ip", "-n", host, "link", "set", "lo", "up")
-        iproute.do("ip", "-n", host, "link", "set", "eth0", "addrgenmode", "none", "up")
-        iproute.do("ip", "-n", host, "address", "add", f"{address}/{prefix_length}", "dev", "eth0")
+        run_tool("ip", "-n", made.switch, "link", "set", f"p{port}", "master", "br0", "addrgenmode", "none", "up")
+        run_tool("ip", "-n", host, "link", "set", "lo", "up")
+        run_tool("ip", "-n", host, "link", "set", "eth0", "addrgenmode", "none", "up")
+        run_tool("ip", "-n", host, "address", "add", f"{address}/{prefix_length}", "dev", "eth0")
         set_tcp = f"echo {_CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control"
-        iproute.do("ip", "netns", "exec", host, "sh", "-c", set_tcp)
+        run_tool("ip", "netns", "exec", host, "sh", "-c", set_tcp)
         # gloo listens at the address of this machine's name.
         folder = _HOSTS_FILES / host
         folder.mkdir(parents=True, exist_ok=True)
@@ -322,10 +405,10 @@ def _remove(made: Network) -> bool:
             return False
         for space in (*made.hosts, made.switch):
             if (_NAMESPACES / space).exists():
-                for process_id in iproute.processes_in(space):
+                for process_id in processes_in(space):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process_id, signal.SIGKILL)
-                iproute.do("ip", "netns", "delete", space)
+                run_tool("ip", "netns", "delete", space)
             shutil.rmtree(_HOSTS_FILES / space, ignore_errors=True)
         with contextlib.suppress(OSError):
             _HOSTS_FILES.rmdir()  # Not empty if there are other networks.
@@ -341,9 +424,12 @@ def _state_of(name: str) -> pathlib.Path:
     return _STATE / f"decjax-cluster-{name}.json"
 
 
-def _write_state(made: Network, new: bool = False) -> None:
-    with _state_of(made.name).open("x" if new else "w") as file:
+def _write_state(made: Network, new: bool = False) -> bool:
+    """Write the state of a network; return False if it should be new and is not."""
+    with contextlib.suppress(FileExistsError), _state_of(made.name).open("x" if new else "w") as file:
         json.dump({"addresses": made.addresses, "owner": made.owner}, file)
+        return True
+    return False
 
 
 def _read_state(name: str) -> Network | None:

@@ -11,15 +11,16 @@ Devices without memory for a stage's parameters, gradients and Adam's moments ar
 
 from collections.abc import Callable
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
 import numpy as np
 from rich import console
 
-from decjax import costmodel, topology
+from decjax import topology
 from decjax.contrib import placement
 from decjax.contrib.placement import choice, search
+from decjax.errors import ConfigError
 from launch import command, config_file, memory, plan_model
 
 FLAGS = flags.FLAGS
@@ -47,15 +48,6 @@ class Model(NamedTuple):
     depth: int = 1
 
 
-def of_transformer(model: costmodel.Transformer) -> Model:
-    flop = 3 * (model.depth * model.layer_flops(model.batch_size) + model.head_flops(model.batch_size))
-    return Model(model.parameters, model.gradient_bytes, flop, model.boundary_bytes(model.batch_size), model.depth)
-
-
-def of_numbers(values: dict[str, Any], workers: int) -> Model:
-    return Model(values["params"], values["bytes"], 6 * values["params"] * (values["tokens"] or 0) * workers)
-
-
 class Work(NamedTuple):
     """A job, and what one of its stages needs of a device."""
 
@@ -66,10 +58,14 @@ class Work(NamedTuple):
 
 def work(model: Model, workers: int, stages: int, graph: str | None) -> Work:
     """Divide a model into the work of workers and stages; `graph` is a topology's name, or None for all-reduce."""
-    if stages > 1 and model.activation_bytes is None:
-        command.refuse(f"--stages={stages} needs the size of activations", "give --model=depth=…,width=… or a transformer's config")
-    if stages > model.depth:
-        command.refuse(f"--stages={stages} must be at most depth={model.depth} of the model", "use fewer stages")
+    command.check(
+        (
+            stages == 1 or model.activation_bytes is not None,
+            f"--stages={stages} needs the size of activations",
+            "give --model=depth=…,width=… or a transformer's config",
+        ),
+        (stages <= model.depth, f"--stages={stages} must be at most depth={model.depth} of the model", "use fewer stages"),
+    )
     job = placement.Job(
         workers,
         stages,
@@ -84,11 +80,15 @@ def work(model: Model, workers: int, stages: int, graph: str | None) -> Work:
 def load_links() -> tuple[placement.Links, int]:
     """Return the links of --links and the number of devices to use."""
     links = placement.load(FLAGS.links)
-    devices = FLAGS.devices or links.num_devices
-    if devices > links.num_devices:
-        command.refuse(f"--devices={devices} must be from 2 to {links.num_devices}, the devices of {FLAGS.links}")
-    if devices % FLAGS.stages:
-        command.refuse(f"--stages={FLAGS.stages} does not divide {devices} devices", "choose a multiple of the stages as --devices")
+    devices, most, stages = FLAGS.devices or links.num_devices, links.num_devices, FLAGS.stages
+    command.check(
+        (devices <= most, f"--devices={devices} must be from 2 to {most}, the devices of {FLAGS.links}", "use fewer"),
+        (
+            devices % stages == 0,
+            f"--stages={stages} does not divide {devices} devices",
+            "choose a multiple of the stages as --devices",
+        ),
+    )
     return links, devices
 
 
@@ -192,15 +192,18 @@ def draw(path: str, links: placement.Links, best: placement.Placement, random_s:
 def model_of(text: str, workers: int) -> Model:
     """Return the model of --model."""
     if plan_model.has_sizes(text) or (plan_model.is_config(text) and FLAGS.stages > 1):
-        return of_transformer(plan_model.transformer(text))
+        model = plan_model.transformer(text)
+        batch = model.batch_size
+        flop = 3 * (model.depth * model.layer_flops(batch) + model.head_flops(batch))
+        return Model(model.parameters, model.gradient_bytes, flop, model.boundary_bytes(batch), model.depth)
     if plan_model.is_config(text):
         from decjax import config  # It imports JAX, which takes seconds.
 
-        size = plan_model.of_config(config.size, text)
-        return of_numbers(plan_model.NUMBERS | dict(params=size.params, tokens=size.tokens), workers)
-    values = plan_model.parse_pairs(text)
-    plan_model.check_parameters(values)
-    return of_numbers(values, workers)
+        size = config.size(config_file.get_config(text))
+        numbers = plan_model.Numbers(size.params, size.tokens)
+    else:
+        numbers = plan_model.parse(text, plan_model.Numbers)
+    return Model(numbers.params, numbers.bytes, 6 * numbers.params * (numbers.tokens or 0) * workers)
 
 
 def main(argv: list[str]) -> int:
@@ -241,4 +244,4 @@ if __name__ == "__main__":  # Other commands define flags of the same names, and
     flags.DEFINE_float("search_s", 20.0, "Time of each search, seconds.", lower_bound=1e-3)
     flags.DEFINE(command.FILE, "out", None, "Order of devices to write, for launch.train --placement.")
     flags.DEFINE(command.FIGURE, "plot", None, "Figure to write, such as placement.png.")
-    command.run(main, errors=(ValueError, config_file.ConfigFileError))
+    command.run(main, errors=(ValueError, ConfigError, config_file.ConfigFileError))

@@ -16,23 +16,10 @@ from absl import flags
 from decjax import costmodel
 from decjax import topology as topology_lib
 from decjax.costmodel import plan
+from decjax.errors import ConfigError
 from launch import command, config_file, plan_model, plan_report
 
 FLAGS = flags.FLAGS
-
-
-def measured_workload(measured: costmodel.Workload | None) -> costmodel.Workload:
-    """Return the workload of the profile or of a JSON file, with its measured times."""
-    if FLAGS.compute_s is not None:
-        command.refuse(
-            f"--compute_s={FLAGS.compute_s:g}: the workload of {FLAGS.model or FLAGS.cluster} has its own times",
-            "leave it out, or give --model=params=… or a config",
-        )
-    if FLAGS.model:
-        return costmodel.load_workload(FLAGS.model)
-    return measured or command.refuse(
-        f"{FLAGS.cluster} has no workload", "give --model=params=…,forward_s=…,backward_s=… or a config"
-    )
 
 
 def read_flags() -> tuple[costmodel.Cluster, costmodel.Workload]:
@@ -40,15 +27,20 @@ def read_flags() -> tuple[costmodel.Cluster, costmodel.Workload]:
     cluster, measured = costmodel.load(FLAGS.cluster)
     text, workers = FLAGS.model or "", FLAGS.workers
     if not text or text.endswith(".json"):
-        workload = measured_workload(measured)
-    else:
-        values = {}
-        if plan_model.is_config(text):
-            from decjax import config  # It imports JAX, which takes seconds.
+        if FLAGS.compute_s is not None:
+            problem = f"--compute_s={FLAGS.compute_s:g}: the workload of {text or FLAGS.cluster} has its own times"
+            command.refuse(problem, "leave it out, or give --model=params=… or a config")
+        workload = costmodel.load_workload(text) if text else measured
+        if workload is None:
+            command.refuse(f"{FLAGS.cluster} has no workload", "give --model=params=…,forward_s=…,backward_s=… or a config")
+    elif plan_model.is_config(text):
+        from decjax import config  # It imports JAX, which takes seconds.
 
-            size = plan_model.of_config(config.size, text)
-            workers, values = workers or size.workers, dict(params=size.params, tokens=size.tokens)
-        workload = plan_model.make_workload(values or plan_model.parse_pairs(text), cluster, FLAGS.compute_s)
+        size = config.size(config_file.get_config(text))
+        workers = workers or size.workers
+        workload = plan_model.Numbers(size.params, size.tokens).workload(cluster, FLAGS.compute_s)
+    else:
+        workload = plan_model.parse(text, plan_model.Numbers).workload(cluster, FLAGS.compute_s)
     if FLAGS.variation is not None:
         jitter = costmodel.Jitter("lognormal", scale_s=FLAGS.variation * workload.compute_s)
         workload = dataclasses.replace(workload, jitter=jitter)
@@ -113,4 +105,4 @@ if __name__ == "__main__":  # Other commands define flags of the same names, and
     flags.DEFINE_bool("table", False, "Print which method to prefer by bandwidth and variation of compute times.")
     flags.mark_flags_as_mutual_exclusive(["codec", "ratio"])
     flags.register_validator("orders", bool, "give awc, atc or both, or leave it out")
-    command.run(main, errors=(ValueError, config_file.ConfigFileError))
+    command.run(main, errors=(ValueError, ConfigError, config_file.ConfigFileError))

@@ -16,6 +16,7 @@ from rich import console
 
 from decjax import costmodel, topology
 from decjax.costmodel import plan_layouts as layouts
+from decjax.errors import ConfigError
 from launch import command, config_file, plan_model, plan_report
 
 FLAGS = flags.FLAGS
@@ -108,4 +109,4 @@ if __name__ == "__main__":  # Other commands define flags of the same names, and
         lambda values: values["chunks"] == 1 or values["schedule"] == "interleaved",
         "--chunks needs --schedule=interleaved; leave it out, or give both",
     )
-    command.run(main, errors=(ValueError, config_file.ConfigFileError))
+    command.run(main, errors=(ValueError, ConfigError, config_file.ConfigFileError))

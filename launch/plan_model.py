@@ -1,21 +1,81 @@
 """The flag --model of launch.plan, launch.plan_layouts and launch.place: a config, or numbers such as `params=65e6,tokens=1600`."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import dataclasses
+from typing import Annotated, TypeVar
 
 from absl import flags
-import ml_collections
 
-from decjax import costmodel, topology
-from decjax.costmodel import profile
+from decjax import costmodel, registry, topology
+from decjax.costmodel.profile import LARGEST, MAX_BUCKETS, Amount, Rate, Size
+from decjax.options import Range
 from launch import command, config_file
 
 T = TypeVar("T")
 
-SIZES = dict(depth=None, width=None, heads=None, vocabulary=None, context=None, batch=None, hidden=0.0, tied=0.0, bytes=4.0)
-NUMBERS = dict(params=None, forward_s=None, backward_s=None, tokens=None, buckets=1.0, bytes=4.0, optimizer_s=0.0, combine_s=0.0)
-_WHOLE = ("depth", "width", "heads", "vocabulary", "context", "batch", "hidden")
-_EXAMPLES = dict(params="such as 65e6", tokens="such as 1600")
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of a transformer; hidden=0 stands for 4·width."""
+
+    depth: Size
+    width: Size
+    heads: Size
+    vocabulary: Size
+    context: Size
+    batch: Size
+    hidden: Annotated[int, Range(0, 2**40)] = 0
+    tied: Annotated[int, Range(0, 1)] = 0
+    bytes: Rate = 4.0
+
+    def transformer(self) -> costmodel.Transformer:
+        return costmodel.Transformer(
+            self.depth,
+            self.width,
+            self.heads,
+            self.vocabulary,
+            self.context,
+            self.batch,
+            self.hidden,
+            bool(self.tied),
+            value_bytes=self.bytes,
+            gradient_bytes=self.bytes,
+            parameter_bytes=4 + (self.bytes if self.bytes < 4 else 0),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """Parameters of a model, their bytes, and times of one worker's step."""
+
+    params: Annotated[float, Range(1, LARGEST)]
+    tokens: Amount | None = None
+    forward_s: Amount | None = None
+    backward_s: Amount | None = None
+    buckets: Annotated[int, Range(1, MAX_BUCKETS)] = 1
+    bytes: Rate = 4.0
+    optimizer_s: Amount = 0.0
+    combine_s: Amount = 0.0
+
+    def workload(self, cluster: costmodel.Cluster, compute_s: float | None) -> costmodel.Workload:
+        """Return the workload: with the given times, or 1/3 and 2/3 of a step's time, which may follow from tokens and flops."""
+        times = {name: time_s for name in ("forward_s", "backward_s") if (time_s := getattr(self, name)) is not None}
+        problem = f"--compute_s={compute_s} and --model: {', '.join(times)} both set the time of a step"
+        command.check((compute_s is None or not times, problem, "give one"))
+        if compute_s is None and not times and self.tokens and cluster.flops:
+            compute_s = 6 * self.params * self.tokens / cluster.flops
+        forward_s, backward_s = (
+            times.values() if len(times) == 2 else (compute_s and compute_s / 3, compute_s and 2 * compute_s / 3)
+        )
+        if forward_s is None or backward_s is None:
+            fix = "give forward_s and backward_s, --compute_s, or tokens and a profile with flops"
+            command.refuse("--model: the compute time of a step is missing", fix)
+        B, num_bytes = self.buckets, self.params * self.bytes
+        return costmodel.Workload(
+            forward_s, (backward_s / B,) * B, (num_bytes / B,) * B, optimizer_s=self.optimizer_s, combine_s=self.combine_s
+        )
+
+
+EXAMPLES = {Sizes: "depth=52,width=1920,heads=24,vocabulary=51200,context=1024,batch=512", Numbers: "params=65e6,tokens=1600"}
 
 
 def is_config(text: str) -> bool:
@@ -28,120 +88,39 @@ def has_sizes(text: str) -> bool:
     return any(part.strip().startswith(("depth=", "layers=")) for part in text.split(","))
 
 
-def of_config(compute: Callable[[ml_collections.ConfigDict], T], text: str) -> T:
-    """Apply a function of `decjax.config` to a config."""
-    from decjax import config  # It imports JAX, which takes seconds.
-
-    try:
-        return compute(config_file.get_config(text))
-    except config.ConfigError as error:
-        command.refuse(f"--model={text}: {error}")
+def parse(text: str, cls: type[T]) -> T:
+    """Parse `Sizes` or `Numbers`; `layers` is an alias of `depth`."""
+    known, given = registry.options_of(cls), {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = part.partition("=")
+        key = "depth" if key == "layers" else key
+        command.check(
+            (key not in given, f"--model: {key} is given twice", "leave one out"),
+            (key in known, f"--model: {key!r} is unknown", f"use some of {', '.join(known)}, or a .json or .py file"),
+        )
+        number = registry.literal(value)
+        is_whole = known[key].kind is int and isinstance(number, float) and number.is_integer()  # As in batch=1e3.
+        given[key] = int(number) if is_whole else number
+    missing = [key for key, option in known.items() if option.is_required and key not in given]
+    command.check((not missing, f"--model: {', '.join(missing[:1])} is missing", f"write it as in {EXAMPLES[cls]}"))
+    return cls(**registry.fill("--model: ", given, known))
 
 
 def transformer(text: str) -> costmodel.Transformer:
     """Return the transformer of a config or of sizes."""
     if not is_config(text):
-        return make_transformer(parse_pairs(text, SIZES))
-    from decjax import config
+        return parse(text, Sizes).transformer()
+    from decjax import config  # It imports JAX, which takes seconds.
 
-    return of_config(lambda document: config.transformer(config.resolve(document)), text)
+    return config.transformer(config.resolve(config_file.get_config(text)))
 
 
 def resized(cluster: costmodel.Cluster, flag: str, number: int | None) -> costmodel.Cluster:
     """Return a cluster with the number of workers of a flag or, if that is None, of a config or the profile."""
-    count = cluster.num_workers if number is None else number
     name = f"--{flag}" if flags.FLAGS[flag].present else flag
-    if count > topology.MAX_WORKERS:
-        command.refuse(f"{name}={count} must be at most {topology.MAX_WORKERS}", f"use --{flag}={topology.MAX_WORKERS}, or fewer")
+    most, count = topology.MAX_WORKERS, cluster.num_workers if number is None else number
+    command.check((count <= most, f"{name}={count} must be at most {most}", f"use --{flag}={most}, or fewer"))
     try:
         return cluster if number is None else cluster.resize(number)
     except ValueError as error:
-        command.refuse(name.removesuffix(flag) + str(error).replace("workers", flag))
-
-
-def parse_pairs(text: str, keys: dict[str, float | None] = NUMBERS) -> dict[str, Any]:
-    """Parse numbers such as `params=65e6,tokens=1600`; fill in defaults."""
-    values: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, _, value = part.partition("=")
-        key = "depth" if key == "layers" else key  # an alias
-        if key in values:
-            command.refuse(f"--model: {key} is given twice", "leave one out")
-        if key not in keys:
-            command.refuse(f"--model: {key!r} is unknown", f"use some of {', '.join(keys)}, or a .json or .py file")
-        values[key] = _number(key, value)
-    return keys | values
-
-
-def _number(key: str, text: str) -> float:
-    """Parse the value of a key."""
-    least = 0 if key == "hidden" else 1  # 0: 4·width
-    try:
-        number = float(text)
-        if key not in _WHOLE:
-            return profile.check_number(f"--model: {key}", number)
-        if number.is_integer() and number >= least:
-            return number
-    except ValueError as error:
-        if key not in _WHOLE:
-            number_error = str(error) if "must be" in str(error) else ""
-            command.refuse(number_error or f"--model: {key}={text!r} must be a number", _EXAMPLES.get(key, ""))
-    command.refuse(f"--model: {key}={text!r} must be a whole number of at least {least}")
-
-
-def times_of(values: dict[str, Any], cluster: costmodel.Cluster, compute_s: float | None) -> tuple[float, float]:
-    """Return (forward_s, backward_s): as given, or 1/3 and 2/3 of a step's time, which may follow from tokens and flops."""
-    times = {name: values[name] for name in ("forward_s", "backward_s") if values[name] is not None}
-    if compute_s is not None and times:
-        command.refuse(f"--compute_s={compute_s:g} and --model: {', '.join(times)} both set the time of a step", "give one")
-    if len(times) == 2:
-        return times["forward_s"], times["backward_s"]
-    if compute_s is None and not times and values["tokens"] and cluster.flops:
-        compute_s = 6 * values["params"] * values["tokens"] / cluster.flops
-    if compute_s is None:
-        fix = "give forward_s and backward_s, --compute_s, or tokens and a profile with flops"
-        command.refuse("--model: the compute time of a step is missing", fix)
-    return compute_s / 3, 2 * compute_s / 3
-
-
-def check_parameters(values: dict[str, Any]) -> None:
-    """Refuse numbers without a positive number of parameters."""
-    if not values["params"]:
-        problem = "params is missing" if values["params"] is None else "params=0 must be more than 0"
-        command.refuse(f"--model: {problem}", "give the number of parameters, such as params=65e6, or a config")
-
-
-def make_workload(values: dict[str, Any], cluster: costmodel.Cluster, compute_s: float | None) -> costmodel.Workload:
-    """Make a workload from the numbers of --model."""
-    values = NUMBERS | values
-    check_parameters(values)
-    forward_s, backward_s = times_of(values, cluster, compute_s)
-    buckets = int(values["buckets"])
-    if buckets != values["buckets"] or not 1 <= buckets <= profile.MAX_BUCKETS:
-        command.refuse(f"--model: buckets={values['buckets']:g} must be a whole number from 1 to {profile.MAX_BUCKETS}")
-    return costmodel.Workload(
-        forward_s,
-        (backward_s / buckets,) * buckets,
-        (values["params"] * values["bytes"] / buckets,) * buckets,
-        optimizer_s=values["optimizer_s"],
-        combine_s=values["combine_s"],
-    )
-
-
-def make_transformer(values: dict[str, Any]) -> costmodel.Transformer:
-    """Make a transformer from the sizes of --model."""
-    if missing := [key for key, value in values.items() if value is None]:
-        example = "depth=52,width=1920,heads=24,vocabulary=51200,context=1024,batch=512"
-        command.refuse(f"--model: {missing[0]} is missing", f"write it as in {example}")
-    if values["tied"] not in (0, 1):
-        command.refuse(f"--model: tied={values['tied']:g} must be 0 or 1")
-    num_bytes = profile.check_number("--model: bytes", values["bytes"], profile.Rate)
-    sizes = {key: int(values[key]) for key in _WHOLE}
-    return costmodel.Transformer(
-        batch_size=sizes.pop("batch"),
-        tied=bool(values["tied"]),
-        value_bytes=num_bytes,
-        gradient_bytes=num_bytes,
-        parameter_bytes=4 + (num_bytes if num_bytes < 4 else 0),
-        **sizes,
-    )
+        command.refuse(str(error).replace("workers=", f"{name}=").replace("workers", flag))

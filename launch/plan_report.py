@@ -91,7 +91,7 @@ def _draw_regions(figure, cluster: costmodel.Cluster, workload: costmodel.Worklo
     """Draw the preferred method at each bandwidth and variation."""
     from matplotlib import colors, patches
 
-    link = cluster.inter if cluster.num_nodes > 1 else cluster.intra
+    link = cluster.bottleneck
     bandwidths = link.bandwidth_Bps * np.geomspace(1 / 30, 30, 33)
     variations = np.linspace(0.0, 0.8, 25)
     regions = plan.regions(cluster, workload, methods, bandwidths, variations)

@@ -7,6 +7,7 @@ shown only if one fails. If a process fails, the others are terminated. Ctrl-C a
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import math
 import os
@@ -32,6 +33,8 @@ GRACE_S = 15  # between SIGTERM and SIGKILL, after a process has failed
 POLL_S = 0.1
 LAST_LINES = 20
 MOST_PROCESSES = 1024  # of one machine, each of which takes hundreds of MB
+_CHECKED = (TRAIN, "launch.sweep")  # modules that need a config and a workdir
+_EXAMPLE = "as in -- --config=configs/lm.py --workdir=runs/lm"
 STANDBY = "--standby"  # the flag of a spare process
 LOST_CONTACT = (3, -signal.SIGABRT)  # exit codes after the loss of another process, of launch.join and of JAX
 _BY_JAX = re.compile("coordination service|distributed service|heartbeat", re.IGNORECASE)  # in its output before it aborts
@@ -46,16 +49,13 @@ class Child(NamedTuple):
     log: BinaryIO
 
     def living(self) -> int | None:
-        """The id of the process; None if it has ended."""
+        """Return the id of the process; None if it has ended."""
         return self.process.pid if self.process.poll() is None else None
 
-    def lines(self) -> list[str]:
-        """All lines of its output."""
+    def lines(self, most: int = 0) -> list[str]:
+        """Return its output, or at `most` its last lines."""
         self.log.seek(0)
-        return self.log.read().decode(errors="replace").splitlines()
-
-    def last_lines(self) -> list[str]:
-        return self.lines()[-LAST_LINES:]
+        return self.log.read().decode(errors="replace").splitlines()[-most:]
 
 
 # -- One process ------------------------------------------------------------------------------------------------------
@@ -173,18 +173,26 @@ def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None
         spec = importlib.util.find_spec(module)
     if spec is None:
         command.refuse(f"module={module!r}: there is no such module here; write it as in {TRAIN}")
-    if module != TRAIN:
+    if module not in _CHECKED:
         return
-    example = "as in -- --config=configs/lm.py --workdir=runs/lm"
-    if not (arguments and arguments[0].startswith("-")):
-        unexpected = f"unexpected argument {arguments[0]!r}; " if arguments else ""
-        command.refuse(f"{unexpected}options of launch.train go behind --, {example}")
+    check_options(arguments, module)
     for option in ("config", "workdir"):
-        if config_file.value_of(option, arguments) is None:
-            command.refuse(f"--{option} is missing behind --, {example}")
-    from launch import train_flags  # Imported here because it imports JAX.
+        required(option, arguments)
+    if module == TRAIN:
+        from launch import train_flags  # Imported here because it imports JAX.
 
-    train_flags.check(arguments, num_processes)
+        train_flags.check(arguments, num_processes)
+
+
+def check_options(arguments: Sequence[str], module: str = TRAIN) -> None:
+    """Refuse an argument behind `--` that is no option."""
+    if arguments and not arguments[0].startswith("-"):
+        command.refuse(f"unexpected argument {arguments[0]!r}; options of {module} go behind --, {_EXAMPLE}")
+
+
+def required(option: str, arguments: Sequence[str]) -> str:
+    """Return the value of an option behind `--`, which must be there."""
+    return config_file.value_of(option, arguments) or command.refuse(f"--{option} is missing behind --, {_EXAMPLE}")
 
 
 # -- The group --------------------------------------------------------------------------------------------------------
@@ -241,22 +249,19 @@ def run_together(
     Returns:
         The exit code: 0, 128 + the signal that stopped this process, or the code of the process that failed first.
     """
-    accelerator_variables = ranks.gpu_environments(len(command_lines))
+    count, cores = len(command_lines), sorted(os.sched_getaffinity(0)) if pin else [None]
+    # XLA has a thread per core; an exchange that overlaps with the gradient needs a second one.
+    shared = {"NPROC": "2"} if pin else {}
+    variables = [shared | gpus | own for gpus, own in zip(ranks.gpu_environments(count), environments or [{}] * count)]
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(caught_signals())
         children: list[Child] = []
         stack.callback(lambda: send(children, signal.SIGKILL))  # No process is left behind.
-        cores = sorted(os.sched_getaffinity(0)) if pin else [None]
         for index, line in enumerate(command_lines):
             log = stack.enter_context(tempfile.TemporaryFile())
-            # XLA has a thread per core; an exchange that overlaps with the gradient needs a second one.
-            environment = (
-                accelerator_variables[index] | ({"NPROC": "2"} if pin else {}) | (environments[index] if environments else {})
-            )
-            core = cores[index % len(cores)]
-            process = start(line, core, env=environment, stdout=None if index == 0 else log, stderr=log)
+            output = None if index == 0 else log
+            process = start(line, cores[index % len(cores)], env=variables[index], stdout=output, stderr=log)
             children.append(Child(process, log))
-
         injector = stack.enter_context(contextlib.closing(chaos.Chaos(faults, lambda index: children[index].living(), links)))
         return report(children, wait(children, caught, injector.look), caught, f"; {again}" if again else "")
 
@@ -280,40 +285,51 @@ class Ended(NamedTuple):
     silent: list[int]
 
 
+def rounds(caught: list[signal.Signals], send: Callable[[signal.Signals], None]) -> Iterator[bool]:
+    """Yield several times a second whether a signal was caught; `send` the first one as SIGTERM and the second as SIGKILL."""
+    stopping = False
+    while True:
+        if caught and not stopping:
+            stopping = True
+            send(signal.SIGTERM)
+        if len(caught) > 1:
+            send(signal.SIGKILL)
+        yield stopping
+        time.sleep(POLL_S)
+
+
 def wait(children: list[Child], caught: list[signal.Signals], look: Callable[[], None] = lambda: None) -> Ended:
     """Wait until all processes have ended; terminate the rest after the first failure.
 
     Args:
         children: the processes.
-        caught: signals, which may be appended meanwhile. The first is forwarded; the second kills all processes.
+        caught: signals for `rounds`, which may be appended meanwhile.
         look: called several times a second.
     """
     failed: list[int] = []
     silent: list[int] = []
-    forwarded, killed, deadline = False, False, math.inf
-    while True:
+    killed, deadline = False, math.inf
+    for stopping in rounds(caught, functools.partial(send, children)):
+        killed = killed or len(caught) > 1
         codes = [child.process.poll() for child in children]
         running = [index for index, code in enumerate(codes) if code is None]
-        if caught and not forwarded:
-            forwarded = True
-            send(children, signal.SIGTERM)
         if not failed and (failed := [index for index, code in enumerate(codes) if code]):
             deadline = time.monotonic() + GRACE_S
-            if not forwarded:  # They have received a SIGTERM already.
+            if not stopping:  # They have received a SIGTERM already.
                 send(children, signal.SIGTERM)
         if not killed:
             # Connections of a killed process close before it ends, so others may fail first because of it.
             failed += [index for index, code in enumerate(codes) if index not in failed and code == -signal.SIGKILL]
         if not running:
-            return Ended(failed, silent)
+            break
         late = time.monotonic() > deadline
         if failed and not silent and all(codes[index] in LOST_CONTACT for index in failed):
             silent = [index for index in running if late or _is_stopped(children[index].process.pid)]
-        killed = killed or len(caught) > 1 or late or silent == running
-        if killed:
+        if late or silent == running:
+            killed = True
             send(children, signal.SIGKILL)
         look()
-        time.sleep(POLL_S)
+    return Ended(failed, silent)
 
 
 def _is_stopped(process_id: int) -> bool:
@@ -331,7 +347,7 @@ def _consequence(code: int) -> int:
 def report(children: list[Child], ended: Ended, caught: list[signal.Signals], again: str) -> int:
     """Report on standard error how the group ended; return the exit code."""
     if not ended.failed:
-        print("".join(f"{line}\n" for line in children[0].last_lines()), end="", file=sys.stderr, flush=True)
+        print("".join(f"{line}\n" for line in children[0].lines(LAST_LINES)), end="", file=sys.stderr, flush=True)
         return 0
     if caught:
         print(f"interrupted by {caught[0].name}{again}", file=sys.stderr, flush=True)
@@ -339,7 +355,7 @@ def report(children: list[Child], ended: Ended, caught: list[signal.Signals], ag
     if sys.stdout.isatty():
         print(_SHOW_CURSOR, end="", flush=True)  # The live display of a killed process may have hidden it.
     index = min(ended.failed, key=lambda index: _consequence(children[index].process.returncode))
-    code, output = children[index].process.returncode, children[index].last_lines()
+    code, output = children[index].process.returncode, children[index].lines(LAST_LINES)
     if code in (command.USER_ERROR, command.DIVERGED):  # Its output is a one-line error, and a restart would not help.
         print(*output, sep="\n", file=sys.stderr, flush=True)
         return code

@@ -10,12 +10,12 @@ array runs one member.
 """
 
 import contextlib
+import itertools
 import pathlib
 import re
 import shlex
 import shutil
 import subprocess
-from typing import Any
 
 from absl import flags
 
@@ -23,86 +23,96 @@ from decjax import config as parts
 from decjax import files
 from decjax.errors import ConfigError
 from launch import batch_file, command, config_file, processes, sweep, train_flags
+from launch.batch_file import Job
 
 SWEEP = "launch.sweep"
 _TIME = re.compile(r"(?:(?P<d>\d{1,9})-)?(?P<a>\d{1,9})(?::(?P<b>\d{1,9}))?(?::(?P<c>\d{1,9}))?", re.ASCII)
 _TASKS = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)  # of a job array, as 0-7:2
-_NODES = re.compile(r"[\w.,\[\]-]+", re.ASCII)
+_NODES = re.compile(r"[\w.,\[\]-]*", re.ASCII)
+_WORKDIR = re.compile(r"(?!-)[^\s%'\"$\\]+")
+_LINE = re.compile(r"([^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\\])?")
 _LEAST_S = 60  # Slurm may send a signal this much early.
 
 
-def seconds(time: str) -> int:
-    """Return the seconds of a time limit in Slurm's format: 90 (minutes), 90:00, 01:30:00, 1-12, 1-12:30, 1-12:30:00."""
+def seconds(time: str) -> int | None:
+    """Return the seconds of a time limit in Slurm's format: 90 (minutes), 90:00, 01:30:00, 1-12, 1-12:30, 1-12:30:00; None: invalid."""
     if not (match := _TIME.fullmatch(time)):
-        command.refuse(f"--time={time}: must be in Slurm's format, such as 04:00:00 or 1-12:00:00")
+        return None
     a, b, c = (int(match[name] or 0) for name in "abc")
     if max(b, c) > 59 or (match["d"] and a > 23):
-        limits = "minutes and seconds must be at most 59, and hours after days at most 23"
-        command.refuse(f"--time={time}: {limits}", "write it as 1-12:00:00")
+        return None
     if match["d"]:
         return ((int(match["d"]) * 24 + a) * 60 + b) * 60 + c
     return (a * 60 + b) * 60 + c if match["c"] else a * 60 + b
 
 
-def last_task(array: str) -> int:
-    """Return the largest index of a job array."""
+def last_task(array: str) -> int | None:
+    """Return the largest index of a job array; None if it is invalid."""
     tasks, percent, limit = array.partition("%")
     ranges = [_TASKS.fullmatch(part) for part in tasks.split(",")]
     last = [int(part[2] or part[1]) for part in ranges if part and int(part[1]) <= int(part[2] or part[1]) and int(part[3] or 1)]
-    if len(last) < len(ranges) or (percent and not re.fullmatch("[1-9][0-9]{0,8}", limit)):
-        command.refuse(f"--array={array}: must be in Slurm's format, such as 0-7, or 0-7%2 for two at a time")
-    return max(last)
+    is_valid = len(last) == len(ranges) and (not percent or re.fullmatch("[1-9][0-9]{0,8}", limit))
+    return max(last) if is_valid else None
 
 
-def check(job: batch_file.Job) -> None:
+def check(job: Job) -> None:
     """Refuse a job that Slurm or each of its tasks would refuse, before it waits in the queue."""
-    if job.gpus_per_node % job.tasks_per_node:
-        problem = f"--tasks_per_node={job.tasks_per_node}: must divide --gpus_per_node={job.gpus_per_node}"
-        command.refuse(problem, f"use 1, or {job.gpus_per_node} for one task per GPU")
-    if not 0 < job.save_s <= seconds(job.time) - _LEAST_S:
-        problem = f"--save_s={job.save_s}: must be more than 0, and a minute less than --time={job.time}"
-        command.refuse(f"{problem}, since Slurm may send the signal a minute early", "choose a longer --time")
-    if re.search(r"^-|[\s%'\"$\\]", str(job.folder)):
-        workdir = str(job.folder.parent)
-        command.refuse(f"workdir {workdir!r}: Slurm allows no spaces, quotes, $ or %, and no - at the start", "choose another")
-    if job.exclude and not _NODES.fullmatch(job.exclude):
-        command.refuse(f"--exclude={job.exclude}: must be names of nodes, such as n3,n[7-9]")
-    if job.array:
-        last_task(job.array)
-    if job.array and job.nodes * job.tasks_per_node > 1:
-        num_tasks = job.nodes * job.tasks_per_node
-        command.refuse(f"--array with {num_tasks} tasks: a member of a sweep has one", "use --nodes=1 --tasks_per_node=1")
-    for option in ("name", "setup", "container", "sbatch"):
-        if re.search(r"[\x00-\x1f\x7f]|\\$", text := getattr(job, option)):
-            problem = "must be one line without control characters or a backslash at its end"
-            command.refuse(f"--{option}={text!r}: {problem}", "remove them")
+    gpus, tasks, time, workdir, array = job.gpus_per_node, job.tasks_per_node, job.time, str(job.folder.parent), job.array
+    limit_s, in_format = seconds(time), "must be in Slurm's format"
+    late = f"more than 0 and a minute less than --time={time}, since Slurm may send the signal a minute early"
+    texts = {option: getattr(job, option) for option in ("name", "setup", "container", "sbatch")}
+    one_line = "must be one line without control characters or a backslash at its end"
+    command.check(
+        (
+            gpus % tasks == 0,
+            f"--tasks_per_node={tasks}: must divide --gpus_per_node={gpus}",
+            f"use 1, or {gpus} for one task per GPU",
+        ),
+        (
+            limit_s is not None,
+            f"--time={time}: {in_format}, with minutes and seconds ≤ 59, and hours after days ≤ 23",
+            "write 1-12:00:00",
+        ),
+        (0 < job.save_s <= (limit_s or 0) - _LEAST_S, f"--save_s={job.save_s}: must be {late}", "choose a longer --time"),
+        (
+            re.fullmatch(_WORKDIR, workdir),
+            f"workdir {workdir!r}: Slurm allows no spaces, quotes, $ or %, and no - first",
+            "choose another",
+        ),
+        (re.fullmatch(_NODES, job.exclude), f"--exclude={job.exclude}: must be names of nodes", "write them as n3,n[7-9]"),
+        (array or job.module != SWEEP, "--array is missing: a task of a job array runs a member of the sweep", "give --array=0-7"),
+        (not array or last_task(array) is not None, f"--array={array}: {in_format}", "write 0-7, or 0-7%2 for two at a time"),
+        (
+            not array or tasks * job.nodes == 1,
+            f"--array with {tasks * job.nodes} tasks: a member has one",
+            "use --nodes=1 --tasks_per_node=1",
+        ),
+        *((re.fullmatch(_LINE, text), f"--{option}={text!r}: {one_line}", "remove them") for option, text in texts.items()),
+    )
     for option in ("container", "sbatch"):
-        try:
-            shlex.split(text := getattr(job, option))
-        except ValueError as error:
-            command.refuse(f"--{option}={text!r}: {error}; close the quote, or leave it out")
-    for name, short in batch_file.own_options().items():
-        for word in shlex.split(job.sbatch):
-            if word.partition("=")[0] == name or re.match(f"{short}([0-9=]|$)", word):
-                command.refuse(f"--sbatch={word}: launch.slurm sets {name} itself; use its own options, which --help lists")
+        with command.refusing(f"--{option}={texts[option]!r}", "close the quote, or leave it out"):
+            words = shlex.split(texts[option])
+    for word, (name, short) in itertools.product(words, batch_file.own_options().items()):  # Those of sbatch.
+        if word.partition("=")[0] == name or re.match(f"{short}([0-9=]|$)", word):
+            command.refuse(f"--sbatch={word}: launch.slurm sets {name} itself; use its own options, which --help lists")
     if job.setup and shutil.which("bash"):
         done = subprocess.run(["bash", "-n", "-c", job.setup], capture_output=True, text=True, check=False)
         if done.returncode or done.stderr:  # An unterminated here-document is only a warning.
             command.refuse(f"--setup={job.setup!r}: invalid shell ({' '.join(done.stderr.split())}); correct it")
 
 
-def check_members(job: batch_file.Job) -> None:
+def check_members(job: Job) -> None:
     """Refuse a sweep that launch.sweep would refuse, and a job array with more tasks than the sweep has runs."""
     chosen = flags.FlagValues()
     command.add_common(chosen)
     sweep.define(chosen)
     extra = command.parsed([SWEEP, *job.arguments], chosen)[1:]
     num_runs = len(sweep.planned(chosen, extra, resolve=False))
-    if last_task(job.array) >= num_runs:
+    if (last_task(job.array) or 0) >= num_runs:
         command.refuse(f"--array={job.array}: the sweep has {num_runs} runs; use --array=0-{num_runs - 1}, or a part of it")
 
 
-def placed(job: batch_file.Job) -> batch_file.Job:
+def placed(job: Job) -> Job:
     """Return the job with `local_size` set to the workers of a node; refuse a config that does not fit the number of devices."""
     config = train_flags.read(job.arguments).config
     spec = parts.read(config)
@@ -123,7 +133,7 @@ def placed(job: batch_file.Job) -> batch_file.Job:
     return job
 
 
-def submit(job: batch_file.Job) -> None:
+def submit(job: Job) -> None:
     """Write the batch file and pass it to sbatch, which prints the number of the job."""
     if not shutil.which("sbatch"):
         command.refuse("sbatch not found: this machine has no Slurm; use --dry_run to print the file, or launch.local to run here")
@@ -138,24 +148,17 @@ def submit(job: batch_file.Job) -> None:
 def main(argv: list[str]) -> None:
     chosen = flags.FLAGS
     module = chosen.module or (SWEEP if chosen.array else processes.TRAIN)
-    if module == SWEEP and not chosen.array:
-        command.refuse("--array is missing: each task of a job array runs one member of the sweep; give it as --array=0-7")
-    if module == SWEEP and argv and not argv[0].startswith("-"):
-        command.refuse(f"unexpected argument {argv[0]!r}; options of {SWEEP} go behind --")
     # With GPUs the number of devices does not follow from the number of processes.
     processes.check(module, argv, 1 if chosen.gpus_per_node else max(1, chosen.nodes * chosen.tasks_per_node))
-    workdir = config_file.value_of("workdir", argv)
-    if not workdir:
-        command.refuse("--workdir is missing behind --; the batch file and the logs go there")
-    options: dict[str, Any] = {name: chosen[name].value for name in batch_file.Job._fields if name in chosen and name != "module"}
-    options["name"] = chosen.name or pathlib.Path(workdir).name
-    job = batch_file.Job(
-        folder=pathlib.Path(workdir) / "slurm",
-        arguments=argv,
-        typed=processes.same_command("launch.slurm"),
-        module=module,
-        **options,
-    )
+    workdir = processes.required("workdir", argv)
+    fields = [name for name in Job._fields if name in chosen and name not in ("name", "module")]
+    job = Job(
+        chosen.name or pathlib.Path(workdir).name,
+        pathlib.Path(workdir) / "slurm",
+        argv,
+        processes.same_command("launch.slurm"),
+        module,
+    )._replace(**{name: chosen[name].value for name in fields})
     check(job)
     if module == SWEEP:
         check_members(job)
@@ -168,7 +171,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    defaults = batch_file.Job._field_defaults
+    defaults = Job._field_defaults
 
     def number(name: str, least: int, help_text: str) -> None:
         flags.DEFINE_integer(name, defaults[name], help_text, lower_bound=least)

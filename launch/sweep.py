@@ -54,24 +54,19 @@ class Sweep:
         self._in_use: set[int] = set()  # members that another process was running when it was their turn
 
     def run(self, caught: list, console: rich.console.Console) -> int:
-        """Run unfinished members; return the number of failures. The first caught signal is forwarded, the second kills all processes."""
-        forwarded = False
+        """Run unfinished members until signals are caught; return the number of failures."""
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: self._send(signal.SIGKILL))  # No process is left behind.
             live = stack.enter_context(sweep_table.Live(console, self._state))
-            while self._children or (self._waiting and not caught):
-                if not caught:
+            for stopping in processes.rounds(caught, self._send):
+                if not self._children and (stopping or not self._waiting):
+                    break
+                if not stopping:
                     self._start(live)
-                elif not forwarded:
-                    forwarded = True
-                    self._send(signal.SIGTERM)
-                elif len(caught) > 1:
-                    self._send(signal.SIGKILL)
-                ended = [index for index, child in self._children.items() if child.process.process.poll() is not None]
+                ended = [index for index, child in self._children.items() if not child.process.living()]
                 for index in ended:
                     self._report_end(index, self._children.pop(index), bool(caught), live)
                 live.look(again=bool(ended))
-                time.sleep(processes.POLL_S)
         return self._failed
 
     def _send(self, number: signal.Signals) -> None:
@@ -158,16 +153,15 @@ def planned(chosen: flags.FlagValues, extra: list[str], resolve: bool = True) ->
         extra: options after `--`, for all runs.
         resolve: whether to build the parts of the runs to start, which takes a second per run.
     """
-    if extra and not extra[0].startswith("-"):
-        command.refuse(f"unexpected argument {extra[0]!r}; options of launch.train go behind --")
+    processes.check_options(extra)
     path, _, argument = chosen.config.partition(":")
     module = config_file.load_module(path)
     swept = members.parse_sweep(members.sweep_of(module, path, argument) if chosen.sweep is None else chosen.sweep)
     members.check_apart(chosen.config, swept, extra)
     keys, workdir = getattr(module, "KEYS", config_file.ANY_KEY), command.folder("workdir", chosen.workdir)
     all_members = members.expand(chosen.config, swept, keys, workdir, extra)
-    if chosen.index is not None and chosen.index >= len(all_members):
-        command.refuse(f"index={chosen.index}: the sweep has {len(all_members)} runs; use 0 to {len(all_members) - 1}")
+    count, index = len(all_members), chosen.index or 0
+    command.check((index < count, f"index={index}: the sweep has {count} runs", f"use 0 to {count - 1}"))
     for number, member in enumerate(all_members):
         begins = resolve and not chosen.table and chosen.index in (None, number)
         members.check(member, chosen.processes, resolve=begins)
@@ -179,8 +173,10 @@ def main(argv: list[str]) -> int:
     chosen = flags.FLAGS
     all_members, index = planned(chosen, argv), chosen.index
     workdir = all_members[0].directory.parent
-    if chosen.table and not (workdir / "sweep.json").exists():
-        command.refuse(f"{workdir} holds no sweep; give the --workdir of one, or leave out --table to start it")
+    exists = (workdir / "sweep.json").exists()
+    command.check(
+        (exists or not chosen.table, f"{workdir} holds no sweep", "give the --workdir of one, or leave out --table to start it")
+    )
     members.claim(workdir, chosen.config, argv)
 
     if chosen.table:

@@ -66,7 +66,8 @@ def report(topologies: list[tp.Topology], refused: dict[str, str], num_workers: 
     main.caption = "gap = 1 − ‖W − J/n‖₂; 1: exact averaging; –: only columns sum to one (push-sum)"
     if not refused:
         return [main]
-    rest = command.table(title="not possible", show_header=False)
+    rest = command.table(title="not possible")
+    rest.show_header = False
     rest.add_column(no_wrap=True, min_width=width, style="dim")
     rest.add_column(style="dim")
     for name, reason in refused.items():
@@ -135,10 +136,9 @@ def main(argv):
     chosen = {name: holder.value for name, holder in _OPTIONS.items() if holder.value is not None}
     if "shape" in chosen:
         chosen["shape"] = tuple(int(side) if side.strip().isdecimal() else side for side in chosen["shape"])
+    command.check((FLAGS.plot or not FLAGS["out"].present, f"--out={FLAGS.out} has no effect without --plot", "add --plot"))
     if FLAGS.plot:
         command.output("out", FLAGS.out, figure=True)
-    elif FLAGS["out"].present:
-        command.fail(f"--out={FLAGS.out} has no effect without --plot; add --plot")
     topologies, refused = build(FLAGS.workers, chosen)
     terminal = command.console(WIDTH)
     for part in report(topologies, refused, FLAGS.workers):

@@ -9,10 +9,9 @@ an interrupted run; --resume_from starts a run from the parameters of another on
 files, checkpoints, and summary.json at the end.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 import os
-from typing import Any
 
 from absl import flags
 import jax
@@ -32,23 +31,22 @@ with command.defining_config():
 flags.mark_flags_as_required(["config", "workdir"])
 flags.adopt_module_key_flags(join)  # --help shows them.
 
-Devices = list[Any]  # of jax.Device, which is no type for pyright
-DevicesOf = Callable[[parts.RunSpec], Devices | None]
+DevicesOf = Callable[[parts.RunSpec], Sequence[object] | None]
 
 
 def main(argv: list[str]) -> int:
     command.options_only(argv)
     with join.leaving_at_once((train.TrainingError,), "run the same command to continue from the last checkpoint"):
-        config, workdir = _CONFIG.value, command.folder("workdir", _WORKDIR.value or "")
-        if _RESUME_FROM.value is not None and not _RESUME_FROM.value.strip():
-            command.refuse("--resume_from is empty; give the --workdir of another run, or leave it out")
+        config, workdir, resume_from = _CONFIG.value, command.folder("workdir", _WORKDIR.value or ""), _RESUME_FROM.value
+        is_empty = resume_from is not None and not resume_from.strip()
+        command.check((not is_empty, "--resume_from is empty", "give the --workdir of another run, or leave it out"))
         spec = parts.read(config)
         if _TRACKER.value:
             metrics.wandb()  # Fail early if wandb is missing.
         place = placed(spec)
         with translating_out_of_memory():
             trainer, members = elastic_trainer(config) if join.is_elastic() else (static_trainer(config, spec, place), None)
-            run = train.Run(trainer, workdir, _RESUME_FROM.value, members)
+            run = train.Run(trainer, workdir, resume_from, members)
             outcome = run.train(trackers())
     if run.first:
         report(outcome, run.trainer.setup.task)
@@ -91,23 +89,16 @@ def placed(spec: parts.RunSpec) -> DevicesOf:
         return lambda spec: None
     from decjax.contrib import placement  # It brings SciPy, which takes a second.
 
-    for named, present in (("--elastic", join.is_elastic()), ("simulate", spec.simulate)):
-        if present:
-            command.refuse(f"--placement={path} has no effect with {named}; leave one of them out")
-    try:
+    no_effect, fix = f"--placement={path} has no effect with", "leave one of them out"
+    command.check((not join.is_elastic(), f"{no_effect} --elastic", fix), (not spec.simulate, f"{no_effect} simulate", fix))
+    with command.refusing(f"--placement={path}"):
         order = placement.load_device_order(path)
-    except ValueError as error:
-        command.refuse(f"--placement={path}: {error}")
 
-    def devices(spec: parts.RunSpec) -> Devices:
-        try:
+    def devices(spec: parts.RunSpec) -> Sequence[object]:
+        with command.refusing(f"--placement={path}"):
             indices = order.of(spec.workers, spec.pipeline.stages, spec.tensor)
-        except ValueError as error:
-            command.refuse(f"--placement={path}: {error}")
-        if len(indices) != jax.device_count():
-            command.refuse(
-                f"--placement={path}: it orders {len(indices)} devices, and there are {jax.device_count()}; rerun the placement"
-            )
+        counts = f"it orders {len(indices)} devices, and there are {jax.device_count()}"
+        command.check((len(indices) == jax.device_count(), f"--placement={path}: {counts}", "rerun the placement"))
         return [jax.devices()[index] for index in indices]
 
     return devices

@@ -69,11 +69,14 @@ def read(arguments: Sequence[str]) -> flags.FlagValues:
     values = flags.FlagValues()
     command.add_common(values)
     define(values, argv)
-    for option in LAUNCHER_FLAGS:
-        if config_file.value_of(option, arguments) is not None:
-            command.refuse(f"--{option} is an option of the launcher, not of a run; put it before --, or leave it out")
-    if unexpected := command.parsed(argv, values)[1:]:
-        command.refuse(f"unexpected argument {unexpected[0]!r} for launch.train; options start with --")
+    problem = "is an option of the launcher, not of a run"
+    command.check(
+        *(
+            (config_file.value_of(option, arguments) is None, f"--{option} {problem}", "put it before --, or leave it out")
+            for option in LAUNCHER_FLAGS
+        )
+    )
+    command.options_only(command.parsed(argv, values)[1:])
     return values
 
 
@@ -84,19 +87,28 @@ def check(arguments: Sequence[str], num_processes: int = 1) -> parts.RunSpec:
     if values.resume_from is not None:
         from decjax.train.workdir import steps_saved  # Importing it takes a second.
 
-        if not steps_saved(workdir) and not steps_saved(pathlib.Path(values.resume_from)):
-            command.refuse(f"--resume_from={values.resume_from} has no checkpoint; give the --workdir of a run that has saved one")
+        has_saved = steps_saved(workdir) or steps_saved(pathlib.Path(values.resume_from))
+        problem = f"--resume_from={values.resume_from} has no checkpoint"
+        command.check((has_saved, problem, "give the --workdir of a run that has saved one"))
+    spec = spec_of(values)
+    devices = spec.devices_of_worker * (spec.workers or max(1, num_processes // spec.devices_of_worker))
+    problem = f"{devices} devices must be divided evenly among the processes"
+    command.check(
+        (
+            devices % num_processes == 0 or spec.simulate,
+            f"workers={spec.workers} on {num_processes} processes: {problem}",
+            f"start {devices} processes, or another divisor of {devices}",
+        )
+    )
+    return spec
+
+
+def spec_of(values: flags.FlagValues) -> parts.RunSpec:
+    """Return the spec of the config of parsed flags."""
     try:
-        spec = parts.read(values.config)
+        return parts.read(values.config)
     except ConfigError as error:
         command.refuse(str(error))
-    devices = spec.devices_of_worker * (spec.workers or max(1, num_processes // spec.devices_of_worker))
-    if devices % num_processes and not spec.simulate:
-        command.refuse(
-            f"workers={spec.workers} on {num_processes} processes: {devices} devices must be divided evenly among the processes; "
-            f"start {devices} processes, or another divisor of {devices}"
-        )
-    return spec
 
 
 def fields(config: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import time
 from absl import flags
 import pytest
 
-from launch import cluster, command, iproute
+from launch import cluster, command
 from launch import network as network_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -61,7 +61,7 @@ SEND = """
 def why_not():
     """Return why namespaces do not work here, or nothing."""
     try:
-        iproute.require_privileges()
+        network_lib.require_privileges()
     except command.UserError as error:
         return str(error)
     probe = f"{NAME}probe"
@@ -158,7 +158,7 @@ def test_mistakes_are_told_in_one_line(arguments, problems):
 )
 def test_a_rate_that_is_none_is_refused(rate):
     with pytest.raises(command.UserError, match=r"rate='.*as in 200mbit"):
-        iproute.checked_rate(rate)
+        network_lib.checked_rate(rate)
 
 
 @pytest.mark.parametrize("rates, problem", [("50mbit,fast", "rate='fast': must be a number with bit"), ("", "at least one rate")])
@@ -173,7 +173,7 @@ def test_a_list_of_rates_is_refused_before_the_first_is_measured(rates, problem)
 
 @pytest.mark.parametrize("state", ['{"addresses": ["10.77.0.1"], "owner": "1 0"}', '{"addres', "[]", "{}"])
 def test_down_after_a_kill_says_that_the_network_is_down(state, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(iproute, "require_privileges", lambda: None)
+    monkeypatch.setattr(network_lib, "require_privileges", lambda: None)
     monkeypatch.setattr(network_lib, "_STATE", tmp_path)
     monkeypatch.setattr(network_lib, "_NAMESPACES", tmp_path)
     monkeypatch.setattr(network_lib, "_HOSTS_FILES", tmp_path / "netns")
@@ -184,7 +184,7 @@ def test_down_after_a_kill_says_that_the_network_is_down(state, tmp_path, monkey
 
 @pytest.mark.parametrize("rate", ["200mbit", "1.5gbit", "64kbit", "9600bit", "none"])
 def test_rates_as_tc_writes_them(rate):
-    assert iproute.checked_rate(rate) == rate
+    assert network_lib.checked_rate(rate) == rate
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_two_hosts_may_be_cut_off_from_each_other():
 @pytest.mark.parametrize("text", ["0-0:1mbit", "0-3:1mbit", "0-1", "0-1:fast", "0-1:none", "a-b:1mbit"])
 def test_pairs_that_cannot_be_are_refused(text):
     with pytest.raises(command.UserError, match="mbit"):
-        iproute.pairs(text, 3)
+        network_lib.pairs(text, 3)
 
 
 @needs_namespaces
@@ -469,7 +469,7 @@ def test_a_network_goes_with_an_error_or_a_signal_and_stays_if_it_was_up():
     with cluster.network(2, "10mbit", NAME) as network:
         assert network.hosts == [f"{NAME}0", f"{NAME}1"] and network.rate_Bps(0) == 1.25e6
         with subprocess.Popen(network.inside(1, ["sleep", "100"])) as sleeper:
-            wait_for(lambda: iproute.processes_in(network.hosts[1]))
+            wait_for(lambda: network_lib.processes_in(network.hosts[1]))
             with pytest.raises(command.UserError, match=f"in use; stop process {sleeper.pid} first"):
                 cluster.down(NAME)
             sleeper.kill()

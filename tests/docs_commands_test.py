@@ -161,7 +161,7 @@ def value_faults(module: str, name: str, value: str) -> list[str]:
         elif name == "model" and plan_model.is_config(value):
             return config_faults([f"--config={value}"])
         elif name == "model":
-            plan_model.parse_pairs(value, plan_model.SIZES if "depth=" in value else plan_model.NUMBERS)
+            plan_model.parse(value, plan_model.Sizes if "depth=" in value else plan_model.Numbers)
         elif name in SHORTHANDS_OF and module.startswith("experiments."):
             return config_faults([f"--config={SHORTHANDS_OF[name]}:{value}"])
         elif name == "codec":

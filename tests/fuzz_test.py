@@ -64,7 +64,7 @@ def a_text(rng, documents):
             lambda: lm.get_config(text),
             lambda: lm.get_config(f"mixer={text},codec={text}"),
             lambda: shorthand.parse(text, {"a": int, "b": ("x", "y")}),
-            lambda: plan_model.parse_pairs(text),
+            lambda: plan_model.parse(text, plan_model.Numbers),
             lambda: codecs.make(name, **{rng.choice(list(registry.part("codec", name).options) + ["x"]): rng.choice(HOSTILE)}),
         ]
     )

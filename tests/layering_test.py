@@ -77,6 +77,7 @@ OUTSIDE = {
                 "errors",
                 "files",
                 "measure",
+                "options",
                 "registry",
                 "signals",
                 "tasks",

@@ -460,7 +460,7 @@ def test_planned_placement_trains_the_same_numbers(tmp_path):
         ("launch.place", ["--links=configs/links/homes.json", "--stages=2", "--model=params=1e6"], "depth="),
         ("launch.place", ["--links=configs/links/homes.json", "--model=params=0"], "params=0"),
         ("launch.place", ["--links=configs/links/homes.json"], "--model is missing; --help lists the flags"),
-        ("launch.place", ["--links=configs/links/homes.json", "--model=bytes=2"], "params is missing; give the number"),
+        ("launch.place", ["--links=configs/links/homes.json", "--model=bytes=2"], "params is missing; write it as in params=65e6"),
         (
             "launch.place",
             ["--links=configs/links/homes.json", "--devices=17", "--model=params=1e6"],

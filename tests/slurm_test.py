@@ -231,7 +231,7 @@ def test_nodes_in_brackets_are_not_taken_for_names_of_files(tmp_path):
         (["--nodes=0"], "--nodes=0: 0 is not a positive integer"),
         (["--nodes=2", "--gpus_per_node=8", "--tasks_per_node=3"], "--tasks_per_node=3: must divide --gpus_per_node=8"),
         (["--nodes=2", "--time=4h"], "--time=4h: must be in Slurm's format"),
-        (["--nodes=2", "--time=3"], "--save_s=180: must be more than 0, and a minute less than --time=3"),
+        (["--nodes=2", "--time=3"], "--save_s=180: must be more than 0 and a minute less than --time=3"),
         (["--nodes=1", "--array=all"], "--array=all"),
         (["--nodes=2", "--array=0-7"], "--array with 2 tasks: a member of a sweep has one"),
         (["--nodes=2", "--module=launch.sweep"], "--array is missing"),
@@ -249,7 +249,7 @@ def test_mistakes_are_told_before_the_job_waits(arguments, problem):
 @pytest.mark.parametrize(
     "changed, problem",
     [
-        (dict(time="1-99:99"), "--time=1-99:99: minutes and seconds must be at most 59"),
+        (dict(time="1-99:99"), "--time=1-99:99: .*minutes and seconds ≤ 59"),
         (dict(time="01:60:00"), "--time=01:60:00"),
         (dict(array="5-2"), "--array=5-2: must be in Slurm's format"),
         (dict(array="0-7:0"), "--array=0-7:0"),

@@ -404,7 +404,7 @@ def test_an_interrupt_stops_the_children_and_the_sweep(stand_ins, monkeypatch):
         if len(book()) == 2 and not caught:
             caught.append(signal.SIGINT)
 
-    monkeypatch.setattr(sweep, "time", type("time", (), {"sleep": interrupt_when_they_listen, "monotonic": time.monotonic}))
+    monkeypatch.setattr(processes, "time", type("time", (), {"sleep": interrupt_when_they_listen, "monotonic": time.monotonic}))
     console = rich.console.Console(file=io.StringIO(), width=100, soft_wrap=True)
     assert sweep.Sweep(found, [0, 1, 2], 2).run(caught, console) == 0
     assert sorted(book()[2:]) == ["saved v=sleeps_1", "saved v=sleeps_2"] and not found[2].directory.exists()

@@ -42,7 +42,7 @@ def measure(network: cluster.Network, out: pathlib.Path, method: str, number: in
         run = trial(method, out / f"{trials.name_of(method)}_{number}{'_elastic' if elastic else ''}")
         if not run.finished:
             line = processes.TRAIN, run.arguments
-            done(method, network.run_elastic(config.Elastic(), *line) if elastic else network.run(*line))
+            done(method, network.run(*line, settings=config.Elastic() if elastic else None))
         found[elastic] = statistics.median(run.step_s(tokens, LEFT_OUT))
     return found[False], found[True]
 
