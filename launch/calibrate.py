@@ -29,16 +29,15 @@ if TYPE_CHECKING:  # It imports SciPy, which takes a second.
     from decjax.contrib.placement import Links
 
 
-class Sizes(flags.ListParser):
+class Sizes(flags.ArgumentParser):
     """The parser of a flag with bytes of exchanges."""
 
-    def parse(self, argument: str | list[str]) -> list[int]:
-        texts = super().parse(argument)
+    def parse(self, argument: str) -> list[int]:
         try:
-            sizes = sorted({int(float(text)) for text in texts})
+            sizes = sorted({int(float(text)) for text in argument.split(",")})
         except (ValueError, OverflowError):
             command.refuse("must be numbers of bytes", "write them as 1e5,1e6,1e7")
-        is_enough = not sizes or (len(sizes) > 1 and sizes[0] >= 4)
+        is_enough = len(sizes) > 1 and sizes[0] >= 4
         command.check((is_enough, "must be two or more different numbers of at least 4", "write them as 1e5,1e6"))
         return sizes
 
@@ -49,7 +48,7 @@ with command.defining_config():
     )
 _OUT = flags.DEFINE_string("out", None, "Profile to write, such as profile.json.")
 _NAME = flags.DEFINE_string("name", None, "Name of the cluster; default: its workers and devices.")
-_SIZES = flags.DEFINE(Sizes(), "sizes", [], "Bytes of exchanges, such as 1e5,1e6,1e7; default: up to the model's.")
+_SIZES = flags.DEFINE(Sizes(), "sizes", None, "Bytes of exchanges, such as 1e5,1e6,1e7; default: up to the model's.")
 _COMPRESSED = flags.DEFINE_multi_string("compressed", [], "Compressed method in shorthand; may be repeated.")
 _LINKS = flags.DEFINE_string("links", None, "File of links to write, one for every pair of workers.")
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "Approximate measuring time after compilation.", lower_bound=0.0)

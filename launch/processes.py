@@ -4,7 +4,7 @@
 shown only if one fails. If a process fails, the others are terminated. Ctrl-C and SIGTERM reach each process once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import ctypes
 import functools
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import types
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple, TypedDict, Unpack
 
 from absl import flags
 
@@ -92,8 +92,21 @@ def python(module: str, arguments: Sequence[str] = ()) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
+class PopenOptions(TypedDict, total=False):
+    """Arguments of `subprocess.Popen`."""
+
+    env: Mapping[str, str]
+    stdin: int | IO | None
+    stdout: int | IO | None
+    stderr: int | IO | None
+    text: bool
+    cwd: str | os.PathLike
+    pass_fds: tuple[int, ...]
+    start_new_session: bool
+
+
 def start(
-    command_line: list[str], core: int | None = None, death_signal: signal.Signals = signal.SIGKILL, **options: Any
+    command_line: list[str], core: int | None = None, death_signal: signal.Signals = signal.SIGKILL, **options: Unpack[PopenOptions]
 ) -> subprocess.Popen:
     """Start a process that ends with this one, in a new session, so that the terminal's Ctrl-C does not reach it directly.
 
@@ -114,8 +127,8 @@ def start(
             os.sched_setaffinity(0, {core})
 
     # JAX's preemption service would swallow a SIGTERM that arrives before the training loop handles signals.
-    variables = {"JAX_ENABLE_PREEMPTION_SERVICE": "false", command.LAUNCHER: "1"} | options.get("env", {})
-    options = {"stdin": subprocess.DEVNULL, "start_new_session": True} | options | {"env": os.environ | variables}
+    variables = {"JAX_ENABLE_PREEMPTION_SERVICE": "false", command.LAUNCHER: "1", **options.get("env", {})}
+    options = PopenOptions(stdin=subprocess.DEVNULL, start_new_session=True) | options | PopenOptions(env=os.environ | variables)
     return subprocess.Popen(command_line, preexec_fn=set_up if sys.platform == "linux" else None, **options)
 
 

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 import json
 import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
+import ml_collections
 from ml_collections import config_flags
 
 from decjax import config as parts
@@ -111,10 +112,10 @@ def spec_of(values: flags.FlagValues) -> parts.RunSpec:
         command.refuse(str(error))
 
 
-def fields(config: Any) -> dict[str, Any]:
+def fields(config: ml_collections.ConfigDict) -> dict[str, object]:
     """Return the fields of a config by path, with references resolved."""
 
-    def walk(path: str, value: Any):
+    def walk(path: str, value: object):
         if isinstance(value, dict) and value:
             for name, inner in value.items():
                 yield from walk(f"{path}.{name}" if path else name, inner)

@@ -141,23 +141,14 @@ class PipelineCosts:
     traffic: Traffic
 
     def __post_init__(self):
-        load, layout, traffic, topology = self.load, self.layout, self.traffic, self.traffic.method.topology
-        devices, counts = layout.num_devices, (len(load.forward_s), len(load.gradient_bytes))
+        load, layout, traffic, S = self.load, self.layout, self.traffic, self.layout.stages
+        devices, workers = layout.num_devices, traffic.method.topology.num_workers if traffic.method.topology else layout.workers
+        counts, of_work = (len(load.forward_s), len(load.gradient_bytes)), "(virtual stages, stages) in the work"
         for theirs, ours, of, fix in (
             (self.cluster.num_workers, devices, f"devices in cluster {self.cluster.name!r}", f"use cluster.resize({devices})"),
-            (
-                topology and topology.num_workers,
-                topology and layout.workers,
-                f"workers in {traffic.method.name!r}",
-                "make them equal",
-            ),
-            (counts, (layout.num_virtual, layout.stages), "(virtual stages, stages) in the work", "use work(model, layout, flops)"),
-            (
-                max(traffic.compressed_stages or 0, layout.stages),
-                layout.stages,
-                "compressed_stages",
-                f"use at most {layout.stages}",
-            ),
+            (workers, layout.workers, f"workers in {traffic.method.name!r}", "make them equal"),
+            (counts, (layout.num_virtual, S), of_work, "use work(model, layout, flops)"),
+            (max(traffic.compressed_stages or 0, S), S, "compressed_stages", f"use at most {S}"),
         ):
             if theirs != ours:
                 raise ValueError(f"{theirs} {of} must be {ours} for layout {layout.name}; {fix}")
@@ -323,16 +314,13 @@ class LayoutPrediction(NamedTuple):
 
 
 def predict_layout(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> LayoutPrediction:
-    """Return the predicted time of an iteration of a layout.
+    """Return the predicted time of an iteration of a layout; a ValueError if the numbers of devices, workers or stages disagree.
 
     Args:
         cluster: of as many workers as the layout has devices.
         load: what devices compute and send, from `work(model, layout, flops)`.
         layout: how devices share the model.
         traffic: what is sent between workers and between stages.
-
-    Raises:
-        ValueError: if the numbers of devices, workers or stages disagree.
 
     Examples:
         >>> from decjax.costmodel import Cluster, Link, Transformer, all_reduce, work
@@ -356,13 +344,8 @@ def predict_layout(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: 
 def choose_compressed_stages(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> tuple[int, tuple[float, ...]]:
     """Choose how many stages, from the first on, should compress what they send to other workers.
 
-    Stage 0 ends its backward passes last, so the exchanges of later stages overlap with them.
-
-    Args:
-        cluster: as for `predict_layout`, like `load` and `layout`.
-        load: see above.
-        layout: see above.
-        traffic: its method has the ratio of a compressed stage; its `compressed_stages` is ignored.
+    Stage 0 ends its backward passes last, so the exchanges of later stages overlap with them. Arguments are those of `predict_layout`,
+    with the ratio of a compressed stage in the method; `compressed_stages` is ignored.
 
     Returns:
         The smallest k whose time is within the fraction `GAIN` of the best, and the seconds of an iteration for k = 0, 1, … S.

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import typing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from decjax import files
 from decjax.costmodel.profile import Cluster, Workload
@@ -60,7 +60,7 @@ def _value(hint: object, value: object, where: str) -> object:
     return value
 
 
-def read_object(path: str | os.PathLike) -> dict[str, Any]:
+def read_object(path: str | os.PathLike) -> dict[str, object]:
     """Return the JSON object in a file."""
     with located(f"{path} cannot be read as JSON"):
         return files.read_json(path)

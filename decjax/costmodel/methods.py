@@ -18,7 +18,7 @@ MAX_EVERY = 1000  # since whole periods are simulated
 @checked_class
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """What is sent over which topology, and whether it overlaps with computation; for the equations see `costmodel.simulator`.
+    """What is sent over which topology, and whether it overlaps with computation; `costmodel.simulator` has the equations.
 
     Args:
         name: shown in tables.

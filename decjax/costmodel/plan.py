@@ -65,10 +65,8 @@ def candidates(
         topologies: names of topologies.
         orders: "awc", "atc" or both.
         bucketed: whether to include all-reduce in buckets, sent during the backward pass.
-        ratio: compression of messages, see `Method`.
-        codec: name of the codec that compresses gossip's messages; all-reduce is then not compressed, since an encoded message
-            cannot be summed.
-        every: p, messages are exchanged in every p-th step.
+        ratio, every: of `Method`.
+        codec: of gossip's messages; all-reduce is then not compressed, since encoded messages cannot be summed.
 
     Returns:
         The methods, and for topologies that do not exist at this size the reason why not.
@@ -220,13 +218,12 @@ def regions(
     bandwidth_Bps: Sequence[float] | np.ndarray,
     variation: Sequence[float] | np.ndarray,
 ) -> Regions:
-    """Return the fastest of several methods at each bandwidth and variation of compute time.
+    """Return the fastest of several methods, except no communication, at each bandwidth and variation of compute time.
 
     Args:
-        cluster: gives everything but the bandwidth.
-        workload: gives everything but the jitter.
-        methods: those to compare; no communication is left out.
-        bandwidth_Bps: B bandwidths between nodes (inside, if there is one node).
+        cluster, workload: all but the bandwidth and the jitter.
+        methods: to compare.
+        bandwidth_Bps: B bandwidths of the cluster's bottleneck.
         variation: V coefficients of variation of compute times (log-normal).
     """
     methods = sorted((method for method in methods if method.topology is not None), key=_preference)
@@ -246,13 +243,13 @@ def regions(
 
 
 class Timeline(NamedTuple):
-    """Times of events in one iteration of N workers, in seconds from when the first of them starts it."""
+    """Times of events in one iteration of N workers, in seconds from when the first of them starts it; see `simulator.Times`."""
 
     start_N: np.ndarray
-    computed_N: np.ndarray  # when the gradient is done
-    end_N: np.ndarray  # when the next iteration starts
-    launched_N: np.ndarray  # when the exchange that this iteration needs is sent; nan if there is none
-    arrived_N: np.ndarray  # when all of it has arrived
+    computed_N: np.ndarray
+    end_N: np.ndarray
+    launched_N: np.ndarray
+    arrived_N: np.ndarray
 
 
 def timeline(cluster: Cluster, workload: Workload, method: Method) -> Timeline:

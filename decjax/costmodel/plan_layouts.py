@@ -31,16 +31,13 @@ class RankedLayout(NamedTuple):
 def layouts(
     model: Transformer, num_devices: int, *, microbatch_size: int = 1, **options
 ) -> tuple[list[DeviceLayout], dict[str, str]]:
-    """Return all divisions of devices into workers × stages × tensor that the model allows.
+    """Return all divisions of devices into workers × stages × tensor that the model allows, and why it does not allow the others.
 
     Args:
         model: what is divided.
         num_devices: workers × stages × tensor.
         microbatch_size: sequences in a microbatch.
         **options: further fields of `DeviceLayout`; layouts of one stage ignore schedule and chunks.
-
-    Returns:
-        The layouts, and for the others, by name, the reason why the model does not allow them.
     """
     fitting, refused = [], {}
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
@@ -124,14 +121,10 @@ def rank_layouts(
         candidates: layouts, such as those of `layouts`.
         topologies: names of topologies for gossip between pipelines; (): all-reduce only.
         orders: "awc", "atc" or both, for gossip.
-        boundary_rank: rank of gradients between stages.
-        workers_rank: rank of gradients between workers.
+        boundary_rank, workers_rank: ranks of gradients between stages and between workers.
 
     Returns:
         The ranking; and for layouts (or "layout with what is sent") that do not fit into memory, the bytes that they need.
-
-    Raises:
-        ValueError: if the cluster has no `flops`.
     """
     flops = check_number("the cluster's flops", cluster.flops, Rate)
     rows: list[tuple[DeviceLayout, str, LayoutPrediction, Footprint]] = []

@@ -80,7 +80,7 @@ class Group:
             self.close()
             if any(child.process.returncode == -signal.SIGKILL for child in ended):
                 raise Failed("a worker was killed, probably for want of memory")
-            raise Failed(_complaint((ended or self._children)[0].last_lines()))
+            raise Failed(_complaint((ended or self._children)[0].lines(processes.LAST_LINES)))
         return [json.loads(answer) for answer in answers]
 
     def close(self) -> None:
