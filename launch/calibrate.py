@@ -73,8 +73,8 @@ def forms(config: ml_collections.ConfigDict, texts: list[str]) -> list[measure.F
     kept = {field: value for field, value in join.resolved(config).document.items() if field not in METHOD}
 
     def form(text):
-        given = join.resolved(config_file.get_config(f"{file}{',' if ':' in file else ':'}{text}")).document
-        return measure.form(text, join.resolved(kept | {field: given[field] for field in METHOD if field in given}))
+        compressed = join.resolved(config_file.get_config(f"{file}{',' if ':' in file else ':'}{text}")).document
+        return measure.form(text, join.resolved(kept | {field: compressed[field] for field in METHOD if field in compressed}))
 
     return [form(text) for text in texts]
 

@@ -336,8 +336,9 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
 def _shorten_help() -> None:
     """Print the default of a flag on its line in --help, and no type."""
     for flag in {id(flag): flag for name in flags.FLAGS for flag in [flags.FLAGS[name]]}.values():
-        if flag.default_as_str not in (None, "''", "'false'"):
-            flag.help = f"{(flag.help or '').removesuffix('.')}; default: {flag.default_as_str}."
+        if flag.default_as_str not in (None, "''", "'false'", "'None'", "'[]'"):
+            default = flag.default_as_str.strip("'")
+            flag.help = f"{(flag.help or '').removesuffix('.')}; default: {default}."
         flag.default_as_str, flag.parser = None, copy.copy(flag.parser)
         flag.parser.syntactic_help = ""
 

@@ -54,17 +54,17 @@ MAX_CPU_DEVICES = 1024  # per process; JAX takes hours to create many more
 HEARTBEAT_TIMEOUT_S = 30
 
 
-def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
+def set_up_devices(workers: int, simulate: bool = False, devices_of_worker: int = 1) -> None:
     """Join the other processes and set the number of CPU devices, before the first use of a device.
 
     Args:
         workers: over all processes; 0: one device per process, or `parts.SIMULATED_WORKERS` in a single process.
         simulate: whether all workers share one device.
-        each: devices per worker.
+        devices_of_worker: devices per worker.
     """
     rank = ranks.from_environment(os.environ)
     coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or (rank.num_processes if rank else 1)
-    devices = workers * each or max(each, processes if processes > 1 else parts.SIMULATED_WORKERS)
+    devices = workers * devices_of_worker or max(devices_of_worker, processes if processes > 1 else parts.SIMULATED_WORKERS)
     check_flags(coordinator, _NUM_PROCESSES.value, _PROCESS_INDEX.value)
     problem = f"workers={workers} need {devices} devices, and a process has {MAX_CPU_DEVICES} at most"
     fits = simulate or devices <= MAX_CPU_DEVICES * processes

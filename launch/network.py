@@ -61,9 +61,9 @@ def run_tool(*command_line: str) -> str:
     """Run one of iproute2's tools; return its output."""
     done = subprocess.run(command_line, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode:
-        said = " ".join(done.stderr.split()) or processes.how_it_ended(done.returncode)
-        hint = "; in a container, start that with --privileged" if "not permitted" in said else ""
-        command.refuse(f"{shlex.join(command_line)}: {said}{hint}")
+        reason = " ".join(done.stderr.split()) or processes.how_it_ended(done.returncode)
+        hint = "; in a container, start that with --privileged" if "not permitted" in reason else ""
+        command.refuse(f"{shlex.join(command_line)}: {reason}{hint}")
     return done.stdout
 
 

@@ -54,9 +54,9 @@ def from_environment(environment: Mapping[str, str]) -> Rank | None:
 
 def _of_open_mpi(environment: Mapping[str, str]) -> Rank:
     # For example 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, where mpirun runs. Open MPI 5 has no such variable.
-    found = re.match(r"(\d+)\.\d+;(?:tcp://([^,:]+)|tcp6://\[([^],]+))", environment.get("OMPI_MCA_orte_hnp_uri", ""))
+    match = re.match(r"(\d+)\.\d+;(?:tcp://([^,:]+)|tcp6://\[([^],]+))", environment.get("OMPI_MCA_orte_hnp_uri", ""))
     return Rank(
-        _address(found[2] or f"[{found[3]}]", int(found[1]) // 2**12, environment) if found else "",
+        _address(match[2] or f"[{match[3]}]", int(match[1]) // 2**12, environment) if match else "",
         _number(environment, "OMPI_COMM_WORLD_SIZE"),
         _number(environment, "OMPI_COMM_WORLD_RANK"),
         _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 0),
@@ -113,8 +113,8 @@ def _address(host: str, job: int, environment: Mapping[str, str]) -> str:
 
 def is_address(text: str) -> bool:
     """Return whether a text is HOST:PORT; processes would wait minutes for an invalid address."""
-    found = re.fullmatch(r"\S+:([0-9]{1,5})", text)
-    return bool(found) and 1 <= int(found[1]) <= LAST_PORT
+    match = re.fullmatch(r"\S+:([0-9]{1,5})", text)
+    return bool(match) and 1 <= int(match[1]) <= LAST_PORT
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Submits a run to Slurm: writes a readable batch file and passes it to sbatch.
+"""Submit a run to Slurm: write a readable batch file and pass it to sbatch.
 
     python -m launch.slurm --nodes=4 --gpus_per_node=8 --time=04:00:00 -- --config=configs/lm.py --workdir=runs/slurm
 

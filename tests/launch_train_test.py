@@ -224,7 +224,7 @@ def test_more_devices_than_any_machine_has_are_refused_before_they_are_made():
     flags.FLAGS.mark_as_parsed()
     for workers, each in ((10**6, 1), (1, 10**5), (0, 10**5)):
         with pytest.raises(command.UserError, match="use fewer"):
-            join.set_up_devices(workers, each=each)
+            join.set_up_devices(workers, devices_of_worker=each)
 
 
 def test_an_apostrophe_does_not_cost_the_last_quote():
