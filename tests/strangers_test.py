@@ -7,7 +7,8 @@ import textwrap
 
 import pytest
 
-from launch import cluster, network, processes
+from launch import cluster, processes
+from launch import network as network_lib
 from tests.cluster_test import NAME as TEST
 from tests.cluster_test import RECEIVE, ROOT, TIMEOUT_S, needs_namespaces, wait_for
 
@@ -34,9 +35,9 @@ def network():
     made = cluster.up(HOSTS + 1, name=NAME, subnet=f"{OWN}.0/24")
     try:
         for host, name in enumerate(made.hosts):
-            network.run_tool("ip", "-n", name, "address", "add", f"{OTHER}.{host + 1}/24", "dev", "eth0")
-        network.run_tool("ip", "-n", made.switch, "address", "add", f"{OTHER}.254/24", "dev", "br0")
-        network.run_tool("ip", "-n", made.hosts[HOSTS], "address", "delete", f"{OWN}.{HOSTS + 1}/24", "dev", "eth0")
+            network_lib.run_tool("ip", "-n", name, "address", "add", f"{OTHER}.{host + 1}/24", "dev", "eth0")
+        network_lib.run_tool("ip", "-n", made.switch, "address", "add", f"{OTHER}.254/24", "dev", "br0")
+        network_lib.run_tool("ip", "-n", made.hosts[HOSTS], "address", "delete", f"{OWN}.{HOSTS + 1}/24", "dev", "eth0")
         yield made
     finally:
         cluster.down(NAME)
@@ -74,7 +75,7 @@ def training(tmp_path):
 
 def listening(space):
     """Return (address, port) of everything that listens in a namespace."""
-    shown = network.run_tool("ip", "netns", "exec", space, "ss", "--no-header", "--tcp", "--listening", "--numeric")
+    shown = network_lib.run_tool("ip", "netns", "exec", space, "ss", "--no-header", "--tcp", "--listening", "--numeric")
     # Such as 10.87.0.1:4321 and [::ffff:10.87.0.1]:4321.
     return [re.fullmatch(r"(?:\[::ffff:)?(.*?)\]?:(\d+)", line.split()[3]).groups() for line in shown.splitlines()]
 
