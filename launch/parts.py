@@ -53,10 +53,8 @@ def part(kind: str, name: str, width: int = WIDTH) -> list:
     inherited = [
         f"    {option}: {entry.help}" for option, entry in chosen.options.items() if entry.help and f"{option}: " not in document
     ]
-    document = "
-".join([document, *(["", "Attributes of base classes:", *inherited] if inherited else [])])
-    text = "
-".join([f"{kind} {name}", *_traits(chosen), "", wrapped(document, width)])
+    document = "\n".join([document, *(["", "Attributes of base classes:", *inherited] if inherited else [])])
+    text = "\n".join([f"{kind} {name}", *_traits(chosen), "", wrapped(document, width)])
     return [rich.text.Text(text), _table(("option", "type", "default"), options) if options else "\nIt has no options."]
 
 
