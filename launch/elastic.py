@@ -96,7 +96,14 @@ def run(
     again: str = "",
     faults: Iterator[chaos.Event] = iter(()),
 ) -> int:
-    """Run processes of a module: with `settings` those of an elastic run, else by `processes.run_together`."""
+    """Run processes of a module; return the exit code of `processes.run_together`, or with `settings` that of an elastic run.
+
+    Args:
+        module, arguments, num_processes: as for `processes.command_lines`.
+        settings: of an elastic run.
+        hosts: where the processes run.
+        pin: see `processes.run_together`, as for `again` and `faults`.
+    """
     place = lambda lines: [hosts.inside(index, line) for index, line in enumerate(lines)]
     if settings:
         lines_of = lambda options: place(processes.elastic_command_lines(module, arguments, num_processes, options))
@@ -253,10 +260,7 @@ def run_together(
 
     Args:
         command_lines: returns the command lines of all processes for further options.
-        settings: of the run.
-        again: how to continue after an interruption or a failure.
-        faults: to be injected.
-        hosts: where the processes run.
+        settings, again, faults, hosts: as for `run`.
     """
     group_keys, count = Keys.made(), len(command_lines([]))
     making = functools.partial(
