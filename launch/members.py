@@ -109,12 +109,15 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
 
 def sweep_of(module: types.ModuleType, path: str, argument: str) -> str:
     """Return the sweep that the config file itself defines."""
-    with command.refusing(f"get_sweep of {path} failed", "correct it, or give --sweep='seed=0,1'", (Exception, SystemExit)):
+    try:
         text = module.get_sweep(argument) if hasattr(module, "get_sweep") else getattr(module, "SWEEP", None)
-    if not isinstance(text, str):
-        problem = f"the sweep of {path} is {registry.shown(text)} instead of a text"
-        missing = f"no --sweep is given and {path} defines none"
-        command.refuse(missing if text is None else problem, "write --sweep='seed=0,1', or get_sweep(arg) in the config")
+    except (Exception, SystemExit) as error:
+        command.refuse(f"get_sweep of {path} failed ({error!r})", "correct it, or give --sweep='seed=0,1'")
+    fix = "write --sweep='seed=0,1', or get_sweep(arg) in the config"
+    command.check(
+        (text is not None, f"no --sweep is given and {path} defines none", fix),
+        (isinstance(text, str), f"the sweep of {path} is {registry.shown(text)}", "it must be a text such as 'seed=0,1'"),
+    )
     return text
 
 

@@ -152,7 +152,7 @@ def test_documents_of_runs_and_sweeps_that_are_nested_too_deeply(tmp_path):
         (tmp_path / name).write_text(nested(100_000))
     member = members.Member({}, tmp_path, [])
     assert member.summary() is None and member.progress() is None and not trials.Trial(tmp_path).finished
-    with pytest.raises(command.UserError, match="cannot be used .it is nested more than 64 levels"):
+    with pytest.raises(command.UserError, match="cannot be used: it is nested more than 64 levels"):
         members.claim(tmp_path, "configs/lm.py", [])
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"config.json cannot be read .it is nested more than 64 levels"):
