@@ -107,8 +107,7 @@ class Coordinator:
             while not ended():
                 self.serve(min(0.1, self._heartbeat_s / 10))
         finally:
-            for life in [*self._sessions]:
-                self._drop(life)
+            self._drop_all()
             self._members.disable_monitor()
             self._events.close(linger=0)
             self._gate.socket.close(linger=0)
@@ -196,6 +195,10 @@ class Coordinator:
         self._sessions.pop(life, None)
         self._send(life, Answer(out=True))
 
+    def _drop_all(self) -> None:
+        for life in [*self._sessions]:
+            self._drop(life)
+
     def _send(self, life: bytes, answer: Answer) -> None:
         with contextlib.suppress(zmq.ZMQError):  # The connection is full or lost; the member's next report is answered.
             self._members.send_multipart([life, written(answer)], zmq.NOBLOCK)
@@ -237,8 +240,9 @@ class Coordinator:
         """Begin the next view."""
         step_of = {session.member.slot: session.step(self.view) for session in chosen}
         steps = [step for step in step_of.values() if step is not None]
-        if not steps:
-            self._restart()
+        if not steps:  # New processes start from the last checkpoint.
+            self.view, self._next_number = View(0, 0, ()), 0
+            self._drop_all()
             return
         step = max(self.view.step, *steps)  # A member that was ahead may have died before its view began.
         fresh = tuple(sorted(slot for slot, next_step in step_of.items() if next_step != max(steps)))
@@ -270,9 +274,3 @@ class Coordinator:
         while group and rank(worst := max(group, key=rank))[0]:
             group.remove(worst)
         return group
-
-    def _restart(self) -> None:
-        """Drop all members of a group without a replica; new processes start from the last checkpoint."""
-        self.view, self._next_number = View(0, 0, ()), 0
-        for life in [*self._sessions]:
-            self._drop(life)

@@ -69,7 +69,8 @@ class Trainers:
             batch = jax.tree.map(lambda x: np.asarray(x)[None], trainer.data.batch(0, step))
             for ahead in range(_AHEAD):
                 trainer.program(trainer.abstract, batch, step + ahead)
-            trainer.compile_start()
+            for init in trainer.inits:
+                init.lower(trainer.abstract.params)
 
 
 def _problems(spec: config.RunSpec) -> Iterator[str]:
@@ -127,11 +128,6 @@ class ElasticTrainer(Trainer):
         """Return this member's examples of a step, [1, B, …]; see `View.batch_of`."""
         view = self.group.view
         return self.workers.build(lambda worker: self.data.batch(*view.batch_of(worker, step, self.slots)))
-
-    def compile_start(self) -> None:
-        """Compile the programs of `start`."""
-        for init in self._inits:
-            init.lower(self.abstract.params)
 
     def adopt(self, before: State | None) -> State:
         """Return the state with which this member begins a view, given its previous state; None if it is fresh.

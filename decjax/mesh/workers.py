@@ -312,7 +312,8 @@ def make_workers(
         return simulated_workers(num_workers, local_size=local_size, stages=stages, divided=divided)
     ordered, devices = devices is not None, jax.devices() if devices is None else devices
     needed = num_workers * stages * tensor
-    _refuse(_not_placed(num_workers, local_size, stages, tensor, len(devices)))
+    _refuse(_not_divisible(num_workers, local_size))
+    _refuse(_not_placed(num_workers, stages, tensor, len(devices)))
     shape, axes = (num_workers // local_size, local_size, stages, tensor), (NODE, LOCAL, STAGE, TENSOR)
     types = (jax.sharding.AxisType.Auto,) * 4
     if ordered:
@@ -346,25 +347,21 @@ def _not_divisible(num_workers: int, local_size: int) -> Iterator[str]:
         yield f"local_size={local_size} does not divide workers={num_workers}; use one of {fits}"
 
 
+def _not_placed(num_workers: int, stages: int, tensor: int, num_devices: int) -> Iterator[str]:
+    size, processes = stages * tensor, jax.process_count()
+    needed, called = num_workers * size, f"workers={num_workers}" + (f" of stages={stages} x tensor={tensor}" if size > 1 else "")
+    if num_devices < needed:
+        fits = f"use workers={num_devices // size}" if num_devices >= size else f"use stages x tensor <= {num_devices}"
+        yield f"{called} but there are {num_devices} devices; {fits} or simulate the workers on one device"
+    if processes > 1 and num_devices != needed:
+        yield f"{called} but {processes} processes hold {num_devices} devices; with several processes every device belongs to a worker"
+
+
 def _not_simulated(tensor: int) -> Iterator[str]:
     if jax.process_count() > 1:
         yield f"simulate runs all workers on one device, but there are {jax.process_count()} processes; start a single one"
     if tensor > 1:
         yield f"tensor={tensor} with simulate: one device cannot divide arrays; use tensor=1, whose trajectory is the same"
-
-
-def _not_placed(num_workers: int, local_size: int, stages: int, tensor: int, num_devices: int) -> Iterator[str]:
-    yield from _not_divisible(num_workers, local_size)
-    size = stages * tensor
-    needed, called = num_workers * size, f"workers={num_workers}" + (f" of stages={stages} x tensor={tensor}" if size > 1 else "")
-    if num_devices < needed:
-        fits = f"use workers={num_devices // size}" if num_devices >= size else f"use stages x tensor <= {num_devices}"
-        yield f"{called} but there are {num_devices} devices; {fits} or simulate the workers on one device"
-    if jax.process_count() > 1 and num_devices != needed:
-        yield (
-            f"{called} but {jax.process_count()} processes hold {num_devices} devices; "
-            "with several processes every device belongs to a worker"
-        )
 
 
 def one_by_one(fn: Callable) -> Callable:

@@ -116,12 +116,7 @@ class WandB(Tracker):
     """Logs to Weights & Biases, in the project of WANDB_PROJECT or "decjax"; with WANDB_MODE=offline to `wandb/`.
 
     Its id is kept in the file `wandb_id`, so that a continued run continues there. Weights & Biases ignores rows of steps that it has
-    already, which a continued run logs again after a crash.
-
-    Args:
-        workdir: of the run.
-        start: the first step; 0 begins a new run there.
-        config: shown with it.
+    already, which a continued run logs again after a crash. `start` is the first step; 0 begins a new run there.
 
     Raises:
         TrainingError: if wandb is not installed or cannot start, for example without a login.

@@ -60,10 +60,11 @@ class Trainer:
             params = jax.jit(stacked, out_shardings=self.workers.shardings(jax.eval_shape(stacked, params)))(params)
         else:
             params = self.workers.stack(params)
-        return State(params, *(init(params) for init in self._inits))
+        return State(params, *(init(params) for init in self.inits))
 
     @functools.cached_property
-    def _inits(self) -> tuple[Jitted, Jitted]:
+    def inits(self) -> tuple[Jitted, Jitted]:
+        """The programs that make the states of the optimizer and of the gradient source from parameters."""
         return self.workers.jit(self.method.tx.init, (0,)), self.workers.jit(self.setup.source.init, (0,))
 
     @functools.cached_property
