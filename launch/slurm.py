@@ -84,7 +84,7 @@ def check(job: Job) -> None:
         (not array or last_task(array) is not None, f"--array={array}: {in_format}", "write 0-7, or 0-7%2 for two at a time"),
         (
             not array or tasks * job.nodes == 1,
-            f"--array with {tasks * job.nodes} tasks: a member has one",
+            f"--array with {tasks * job.nodes} tasks: a member of a sweep has one",
             "use --nodes=1 --tasks_per_node=1",
         ),
         *((re.fullmatch(_LINE, text), f"--{option}={text!r}: {one_line}", "remove them") for option, text in texts.items()),
