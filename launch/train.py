@@ -24,6 +24,7 @@ from decjax.elastic.trainer import Trainers
 from decjax.elastic.workers import Group
 from decjax.errors import translating_out_of_memory
 from decjax.train import metrics
+from decjax.typing import Device
 from launch import command, elastic, join, memory, processes, progress, train_flags
 
 with command.defining_config():
@@ -31,7 +32,7 @@ with command.defining_config():
 flags.mark_flags_as_required(["config", "workdir"])
 flags.adopt_module_key_flags(join)  # --help shows them.
 
-DevicesOf = Callable[[parts.RunSpec], Sequence[object] | None]
+DevicesOf = Callable[[parts.RunSpec], Sequence[Device] | None]
 
 
 def main(argv: list[str]) -> int:
@@ -94,7 +95,7 @@ def placed(spec: parts.RunSpec) -> DevicesOf:
     with command.refusing(f"--placement={path}"):
         order = placement.load_device_order(path)
 
-    def devices(spec: parts.RunSpec) -> Sequence[object]:
+    def devices(spec: parts.RunSpec) -> Sequence[Device]:
         with command.refusing(f"--placement={path}"):
             indices = order.of(spec.workers, spec.pipeline.stages, spec.tensor)
         counts = f"it orders {len(indices)} devices, and there are {jax.device_count()}"

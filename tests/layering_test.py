@@ -83,6 +83,7 @@ OUTSIDE = {
                 "tasks",
                 "topology",
                 "train",
+                "typing",
             )
         ),
         "decjax.contrib.compress",
