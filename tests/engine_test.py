@@ -190,6 +190,19 @@ def test_an_exchange_is_cut_at_its_messages(hops):
     assert "sin" not in program and "exp" not in program
 
 
+def test_a_piece_holds_only_the_constants_that_it_needs():
+    """Elastic runs cache compiled pieces by their text, which must not depend on other pieces."""
+
+    def text(other):
+        x, scale = jnp.ones(3), jnp.arange(3.0)
+        traced = jaxpr.trace(lambda x: (x * scale, x + other), x)
+        assert len(traced.consts) == 2
+        program, first = traced.program, traced.program.eqns[0]
+        return jax.jit(jaxpr.piece(traced, program.invars, [first], first.outvars)).lower(x).as_text()
+
+    assert text(jnp.zeros(3)) == text(jnp.full(3, 7.0))
+
+
 def test_split_leaves_little_to_do_after_the_message():
     """Adam's moments are computed during the exchange; weight decay, which acts on the mean, waits for it."""
     *_, executables = trajectory(METHODS["one_peer_exponential"](), "split")
