@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from decjax import models
+from decjax.models import decoder, layers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -127,11 +128,11 @@ def rotate_complex(x_BxTxHxK):
 @pytest.mark.parametrize("head_dim", [2, 4, 10])
 def test_rotate_multiplies_by_complex_phases(head_dim):
     x = np.random.default_rng(0).normal(size=(B, 50, H, head_dim)).astype(np.float32)
-    rotated = models.rotate(jnp.asarray(x))
+    rotated = layers.rotate(jnp.asarray(x))
     assert rotated.dtype == jnp.float32
     np.testing.assert_allclose(rotated, rotate_complex(x), atol=3e-5)
     np.testing.assert_array_equal(rotated[:, 0], x[:, 0])
-    low = models.rotate(jnp.asarray(x, jnp.bfloat16))
+    low = layers.rotate(jnp.asarray(x, jnp.bfloat16))
     assert low.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(low, np.float32), rotate_complex(x), atol=0.05)
 
@@ -139,7 +140,7 @@ def test_rotate_multiplies_by_complex_phases(head_dim):
 def test_rotated_dot_products_depend_on_distance_only():
     length = 12
     q_K, k_K = np.random.default_rng(0).normal(size=(2, 6)).astype(np.float32)
-    q, k = (np.asarray(models.rotate(jnp.broadcast_to(x, (1, length, 1, 6))))[0, :, 0] for x in (q_K, k_K))
+    q, k = (np.asarray(layers.rotate(jnp.broadcast_to(x, (1, length, 1, 6))))[0, :, 0] for x in (q_K, k_K))
     products_TxT = q @ k.T
     distances = {}
     for offset in range(-length + 1, length):
@@ -172,7 +173,7 @@ def dense_attention(x_BxTxD, qkv_Dx3D, out_DxD, query_scale_K=1.0, key_scale_K=1
 
 
 def test_attention_is_dense_causal_softmax():
-    attention = models.Attention(D, H, depth=1, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    attention = decoder.Attention(D, H, depth=1, dtype=jnp.float32, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     x_BxTxD, qkv_Dx3D, out_DxD = (rng.normal(size=shape).astype(np.float32) for shape in ((B, T, D), (D, 3 * D), (D, D)))
     assert attention.qkv.kernel.shape == qkv_Dx3D.shape and attention.out.kernel.shape == out_DxD.shape

@@ -9,25 +9,10 @@ translator  an encoder–decoder transformer
 beam        beam search for the best translation
 """
 
-from decjax.models.decoder import Attention, DecoderLM, Model, Parts, Pieces, decoder_lm, sample
+from decjax.models.decoder import Model, Parts, decoder_lm, sample
 from decjax.models.images import ImageModel, mlp
-from decjax.models.layers import rotate
 from decjax.models.lstm import lstm
 from decjax.models.resnet import resnet
 from decjax.models.translator import Translator
 
-__all__ = [
-    "Attention",
-    "DecoderLM",
-    "ImageModel",
-    "Model",
-    "Parts",
-    "Pieces",
-    "Translator",
-    "decoder_lm",
-    "lstm",
-    "mlp",
-    "resnet",
-    "rotate",
-    "sample",
-]
+__all__ = ["ImageModel", "Model", "Parts", "Translator", "decoder_lm", "lstm", "mlp", "resnet", "sample"]

@@ -72,38 +72,29 @@ class Feed(nnx.Module):
         return self.down(jax.nn.gelu(self.up(self.norm(x_BxTxD))))
 
 
-class EncoderLayer(nnx.Module):
-    """A layer of the encoder: x + Attention(norm(x)), then x + MLP(norm(x))."""
+class Layer(nnx.Module):
+    """A layer of the encoder: self-attention and an MLP; with `cross` one of the decoder, which also attends to the source."""
 
-    def __init__(self, width: int, hidden: int, heads: int, *, depth: int, dtype: DType, rngs: nnx.Rngs):
-        scale = 0.5 / depth  # The sum of all branches has the variance of one.
+    def __init__(self, width: int, hidden: int, heads: int, *, depth: int, cross: bool, dtype: DType, rngs: nnx.Rngs):
+        scale = 1 / ((3 if cross else 2) * depth)  # The sum of all branches has the variance of one.
+        attention = functools.partial(MultiHead, width, heads, scale=scale, dtype=dtype, rngs=rngs)
         self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        self.attention = MultiHead(width, heads, positions=True, scale=scale, dtype=dtype, rngs=rngs)
+        if cross:
+            self.cross_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
+        self.attention = attention(positions=True)
+        if cross:
+            self.cross = attention(positions=False)
         self.feed = Feed(width, hidden, scale=scale, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x_BxSxD: jax.Array, visible_Bx1x1xS: jax.Array, drop: Drop) -> jax.Array:
-        y_BxSxD = self.norm(x_BxSxD)
-        x_BxSxD = x_BxSxD + drop(self.attention(y_BxSxD, self.attention.read(y_BxSxD), visible_Bx1x1xS), 0)
-        return x_BxSxD + drop(self.feed(x_BxSxD), 1)
-
-
-class DecoderLayer(nnx.Module):
-    """A layer of the decoder: attention to the target so far, to the source, and an MLP."""
-
-    def __init__(self, width: int, hidden: int, heads: int, *, depth: int, dtype: DType, rngs: nnx.Rngs):
-        scale = 1 / (3 * depth)
-        self.norm, self.cross_norm = (nnx.RMSNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
-        self.attention = MultiHead(width, heads, positions=True, scale=scale, dtype=dtype, rngs=rngs)
-        self.cross = MultiHead(width, heads, positions=False, scale=scale, dtype=dtype, rngs=rngs)
-        self.feed = Feed(width, hidden, scale=scale, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x_BxTxD: jax.Array, source: KeysValues, visible_Bx1x1xS: jax.Array, drop: Drop) -> jax.Array:
-        """Return the output for a whole target, in which each position sees only the past."""
-        T, y_BxTxD = x_BxTxD.shape[1], self.norm(x_BxTxD)
-        past_1x1xTxT = jnp.tril(jnp.ones((1, 1, T, T), bool))
-        x_BxTxD = x_BxTxD + drop(self.attention(y_BxTxD, self.attention.read(y_BxTxD), past_1x1xTxT), 0)
-        x_BxTxD = x_BxTxD + drop(self.cross(self.cross_norm(x_BxTxD), source, visible_Bx1x1xS), 1)
-        return x_BxTxD + drop(self.feed(x_BxTxD), 2)
+    def __call__(
+        self, x_BxTxD: jax.Array, visible_Bx1xTxT: jax.Array, drop: Drop, source: tuple[KeysValues, jax.Array] | None = None
+    ) -> jax.Array:
+        """Return the output for a whole sequence; the decoder's source is (keys and values, visible_Bx1x1xS)."""
+        y_BxTxD = self.norm(x_BxTxD)
+        x_BxTxD = x_BxTxD + drop(self.attention(y_BxTxD, self.attention.read(y_BxTxD), visible_Bx1xTxT), 0)
+        if source:
+            x_BxTxD = x_BxTxD + drop(self.cross(self.cross_norm(x_BxTxD), *source), 1)
+        return x_BxTxD + drop(self.feed(x_BxTxD), 2 if source else 1)
 
     def follow(
         self, x_Bx1xD: jax.Array, source: KeysValues, target: KeysValues, visible_Bx1x1xS: jax.Array, position: Position
@@ -163,8 +154,10 @@ class Translator(registry.Part, kind="model", name="translator"):
         y_BxSxD, visible_Bx1x1xS = self._encode(params, source_BxS, key)
         x_BxTxD = self._embed(params, target_BxT, self._drop(key, 0), 1)
 
+        past_1x1xTxT = jnp.tril(jnp.ones((1, 1, target_BxT.shape[1], target_BxT.shape[1]), bool))
+
         def call(layer, x_BxTxD, drop):
-            return layer(x_BxTxD, layer.cross.read(y_BxSxD), visible_Bx1x1xS, drop)
+            return layer(x_BxTxD, past_1x1xTxT, drop, (layer.cross.read(y_BxSxD), visible_Bx1x1xS))
 
         return self._output(params, self._through(1, params["decoder"], x_BxTxD, key, call))
 
@@ -192,16 +185,16 @@ class Translator(registry.Part, kind="model", name="translator"):
     def _stacks(self) -> tuple[tuple[int, Build], ...]:
         """(number of layers, their constructor) of encoder and decoder."""
 
-        def build(kind, depth):
-            options = dict(depth=depth, dtype=jnp.dtype(self.dtype))
-            return depth, lambda rngs: kind(self.width, self.hidden, self.heads, **options, rngs=rngs)
+        def stack(depth, cross):
+            sizes, dtype = (self.width, self.hidden, self.heads), jnp.dtype(self.dtype)
+            return depth, lambda rngs: Layer(*sizes, depth=depth, cross=cross, dtype=dtype, rngs=rngs)
 
-        return build(EncoderLayer, self.encoder), build(DecoderLayer, self.decoder)
+        return stack(self.encoder, False), stack(self.decoder, True)
 
     @functools.cached_property
-    def _bound(self) -> tuple[Callable[[PyTree], EncoderLayer], Callable[[PyTree], DecoderLayer]]:
+    def _bound(self) -> list[Callable[[PyTree], Layer]]:
         """For encoder and decoder, a function that returns the layer with given parameters."""
-        return layers.bound(self._stacks[0][1]), layers.bound(self._stacks[1][1])
+        return [layers.bound(build) for _, build in self._stacks]
 
     @functools.cached_property
     def _bound_norm(self) -> Callable[[PyTree], nnx.RMSNorm]:

@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class DecoderLM(nn.Module):
-    """The same architecture and sizes as decjax.models.DecoderLM; returns the loss."""
+    """The same architecture and sizes as decjax.models.decoder.DecoderLM; returns the loss."""
 
     def __init__(self, vocabulary: int, context: int, width: int, hidden: int, heads: int, depth: int):
         super().__init__()
