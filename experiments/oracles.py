@@ -9,7 +9,7 @@ import json
 import pathlib
 import statistics
 import tempfile
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -353,7 +353,7 @@ def boundary_autoencoder(smoke: bool) -> float:
     model = models.decoder_lm(width=width, hidden=2 * width, depth=4, context=32)
     layers, tokens = (1, 1, 1, 1), jax.random.randint(jax.random.key(1), (4, 33), 0, 256)
     assert model.parts is not None
-    wide = cast(models.Model, autoencoder.insert(cast(autoencoder.HasParts, model), layers, width))
+    wide = autoencoder.insert(model, layers, width)
     params = jax.jit(wide.init)(jax.random.key(0))
     params["head"]["kernel"] = (
         jax.random.normal(jax.random.key(2), params["head"]["kernel"].shape) / width**0.5

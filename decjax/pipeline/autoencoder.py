@@ -13,7 +13,7 @@ Reference: Yu et al. 2024, arXiv 2405.18146, section 3 (principal directions of 
 
 from collections.abc import Callable, Sequence
 import itertools
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,26 +31,13 @@ class Divisible(Protocol):
     def depth(self) -> int: ...
     @property
     def tied(self) -> bool: ...
-    def cut(self, params: PyTree) -> Any: ...
+    def cut(self, params: PyTree) -> PyTree: ...
     def join(self, embedding_VxD: jax.Array, blocks: PyTree, norm: PyTree, output_VxD: jax.Array) -> PyTree: ...
     def embed(self, embedding_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array: ...
     def blocks(self, blocks: PyTree, x_BxTxD: jax.Array) -> jax.Array: ...
     def nll(self, norm: PyTree, output_VxD: jax.Array, x_BxTxD: jax.Array, targets_BxT: jax.Array) -> jax.Array: ...
     def activation(self, batch_size: int, length: int) -> jax.ShapeDtypeStruct: ...
     def functions(self, groups: Sequence[int], between: Callable[..., jax.Array]) -> tuple[Callable, Callable]: ...
-
-
-class HasParts(Protocol):
-    """A named tuple of functions of a language model, such as `models.Model`."""
-
-    @property
-    def init(self) -> Callable[[jax.Array], PyTree]: ...
-    @property
-    def parts(self) -> Divisible | None: ...
-    def _replace(self, **functions: Callable) -> Self: ...
-
-
-Model = TypeVar("Model", bound=HasParts)
 
 
 def init(key: jax.Array, count: int, width: int, narrow: int) -> dict[str, jax.Array]:
@@ -91,12 +78,11 @@ def apply(x_BxTxD: jax.Array, weights_DxR: jax.Array) -> jax.Array:
     return rows.reshape(*x_BxTxD.shape[:-1], -1)
 
 
-def insert(model: Model, layers: Sequence[int], narrow: int) -> Model:
-    """Return a model that has parts with autoencoders of width R = `narrow` between consecutive groups of its layers, of these sizes.
+def insert(model: PyTree, layers: Sequence[int], narrow: int) -> PyTree:
+    """Return a `models.Model` with parts, with autoencoders of width R = `narrow` between groups of its layers, of these sizes.
 
     Its parameters have an additional entry "autoencoder", whose directions are random.
     """
-    assert model.parts is not None
     width = model.parts.width
 
     def init_all(key):

@@ -35,7 +35,7 @@ from decjax import mesh, reduce
 from decjax.channel import Channel
 from decjax.options import Range, check_range
 from decjax.pipeline import autoencoder as autoencoder_lib
-from decjax.pipeline.autoencoder import Divisible, Model
+from decjax.pipeline.autoencoder import Divisible
 from decjax.typing import PyTree
 
 
@@ -101,8 +101,8 @@ class Division:
             params["autoencoder"] = {name: x[self._at_boundaries(name)] for name, x in stacked["autoencoder"].items()}
         return params
 
-    def complete(self, model: Model) -> Model:
-        """Return the whole model that corresponds to this division: with autoencoders inserted if it has them."""
+    def complete(self, model: PyTree) -> PyTree:
+        """Return the whole `models.Model` that corresponds to this division: with autoencoders inserted if it has them."""
         return autoencoder_lib.insert(model, self.layers, self.autoencoder) if self.autoencoder else model
 
     def activation(self, batch_size: int, length: int) -> jax.ShapeDtypeStruct:
