@@ -9,7 +9,7 @@ import pytest
 
 from configs import lm, quadratics
 from decjax import config as parts
-from decjax.contrib.gravac import pace
+from decjax.contrib.gravac import reducer as gravac_reducer
 from decjax.errors import ConfigError
 from tests.reducers import N
 from tests.runs import run_of, spec_of, trainer_of
@@ -39,15 +39,16 @@ class Clock:
 @pytest.fixture
 def told(monkeypatch):
     """Step times in the order in which the state receives them."""
-    told, tell = [], pace.Pace._told
-    monkeypatch.setattr(pace.Pace, "_told", lambda self, state, step_s: (told.append(step_s), tell(self, state, step_s))[1])
+    told, Pace = [], gravac_reducer.Pace
+    tell = Pace._pass_on
+    monkeypatch.setattr(Pace, "_pass_on", lambda self, state, step_s: (told.append(step_s), tell(self, state, step_s))[1])
     return told
 
 
 @pytest.fixture
 def clock_of(monkeypatch):
     """Set the seconds by which the clock advances whenever it is read."""
-    return lambda steps_s: monkeypatch.setattr(pace, "clock", Clock(steps_s))
+    return lambda steps_s: monkeypatch.setattr(gravac_reducer, "clock", Clock(steps_s))
 
 
 def trained(trainer, steps, state=None):

@@ -182,8 +182,8 @@ def test_where_bits_do_not_suffice_nothing_is_lost_and_the_bytes_are_counted():
     ],
 )
 def test_bounds_shrink(shape, expected):
-    decay = bounds.Decay(5.0, 8, shape)
-    np.testing.assert_allclose([float(decay(jnp.int32(step))) for step in range(11)], expected, rtol=1e-6)
+    found = [float(bounds.factor(jnp.int32(step), 5.0, 8, shape)) for step in range(11)]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 # -- Bytes, programs, state -------------------------------------------------------------------------------------------

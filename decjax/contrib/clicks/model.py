@@ -1,17 +1,12 @@
-"""A deep learning recommendation model (DLRM) of clicks: numbers and categories of an example, and the chance that it is clicked.
+"""A deep learning recommendation model (DLRM) of clicks.
 
-    v_t = E_t[c_t],  v_0 = bottom(x)                         the vector of each category, and of the numbers
-    logit = top(v_0, ⟨v_s, v_t⟩ for all s < t)               of a multilayer perceptron, as bottom is one
-
-Each categorical feature t has a table E_t of a vector for each of its categories. Letters: F numbers of an example, T tables, V_t
-rows of a table, D width of the vectors.
-
-Reference: Naumov et al. 2019, arXiv 1906.00091.
+Letters: F numbers of an example, T tables, V_t rows of a table, D width of the vectors, U = T + 1.
 """
 
 from collections.abc import Callable
+import dataclasses
+import functools
 import itertools
-from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
@@ -20,101 +15,102 @@ import numpy as np
 
 from decjax import registry
 from decjax.options import Count, Natural
-
-
-class ClickModel(NamedTuple):
-    """A model of clicks as pure functions, of which the tables' part stands apart, since workers may share the tables out.
-
-    A registered factory takes a model's options and returns `build(features, sizes) -> ClickModel`, which the task calls.
-
-    Attributes:
-        init: `init(key) -> params`, {"dense": those of the perceptrons, "tables": E_t by t, each {"embedding": [V_t, D]}}.
-        lookup: `lookup(tables, indices_BxT) -> vectors_BxTxD`, from params["tables"].
-        logits: `logits(dense, numbers_BxF, vectors_BxTxD) -> logits_B`, from params["dense"].
-        sizes: V_t, rows of each table.
-        width: D, of the vectors.
-        outputs: `outputs(params, numbers_BxF, indices_BxT)`, what each layer puts out, and what is read of each table; see
-            `contrib.compress.HasOutputs`.
-    """
-
-    init: Callable[[jax.Array], Any]
-    lookup: Callable[[Any, jax.Array], jax.Array]
-    logits: Callable[[Any, jax.Array, jax.Array], jax.Array]
-    sizes: tuple[int, ...]
-    width: int
-    outputs: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]]
-
-
-Build = Callable[[int, tuple[int, ...]], ClickModel]  # (F, sizes of the tables), which the task knows
+from decjax.typing import PyTree
 
 
 class Perceptron(nnx.Module):
-    """Linear layers with ReLU between them, and behind the last one where `active` says so."""
+    """Linear layers with ReLU between them."""
 
-    def __init__(self, sizes: list[int], active: bool, rngs: nnx.Rngs):
+    def __init__(self, sizes: list[int], rngs: nnx.Rngs):
         self.layers = nnx.List(nnx.Linear(inputs, out, rngs=rngs) for inputs, out in itertools.pairwise(sizes))
-        self.active = active
 
-    def outputs(self, x_BxF):
-        """What each layer puts out, before any ReLU."""
-        found = []
+    def __call__(self, x_BxF: jax.Array) -> list[jax.Array]:
+        """Return the output of each layer, before any ReLU."""
+        outputs = []
         for layer in self.layers:
-            found.append(layer(jax.nn.relu(found[-1]) if found else x_BxF))
-        return found
-
-    def __call__(self, x_BxF):
-        last = self.outputs(x_BxF)[-1]
-        return jax.nn.relu(last) if self.active else last
+            outputs.append(layer(jax.nn.relu(outputs[-1]) if outputs else x_BxF))
+        return outputs
 
 
 class Dense(nnx.Module):
-    """All of the model but its tables."""
+    """The whole model except its tables."""
 
     def __init__(self, features: int, tables: int, width: int, hidden: list[int], rngs: nnx.Rngs):
-        self.bottom = Perceptron([features, *hidden, width], True, rngs)
-        self.top = Perceptron([width + tables * (tables + 1) // 2, *hidden, 1], False, rngs)
+        self.bottom = Perceptron([features, *hidden, width], rngs)
+        self.top = Perceptron([width + tables * (tables + 1) // 2, *hidden, 1], rngs)
 
-    def top_inputs(self, own_BxD, vectors_BxTxD):
-        """What the upper perceptron sees: the vector of the numbers, and the products of all pairs."""
+    def __call__(self, numbers_BxF: jax.Array, vectors_BxTxD: jax.Array) -> dict[str, list[jax.Array]]:
+        """Return the output of each layer of both perceptrons."""
+        bottom = self.bottom(numbers_BxF)
+        own_BxD = jax.nn.relu(bottom[-1])
         all_BxUxD = jnp.concatenate([own_BxD[:, None], vectors_BxTxD], axis=1)
         products_BxUxU = jnp.einsum("bud,bvd->buv", all_BxUxD, all_BxUxD)
         above, below = np.triu_indices(all_BxUxD.shape[1], 1)
-        return jnp.concatenate([own_BxD, products_BxUxU[:, above, below]], axis=1)
-
-    def outputs(self, numbers_BxF, vectors_BxTxD):
-        """What each layer of both perceptrons puts out."""
-        bottom = self.bottom.outputs(numbers_BxF)
-        return {"bottom": bottom, "top": self.top.outputs(self.top_inputs(jax.nn.relu(bottom[-1]), vectors_BxTxD))}
-
-    def __call__(self, numbers_BxF, vectors_BxTxD):
-        return self.top(self.top_inputs(self.bottom(numbers_BxF), vectors_BxTxD))[:, 0]
+        return {"bottom": bottom, "top": self.top(jnp.concatenate([own_BxD, products_BxUxU[:, above, below]], axis=1))}
 
 
-class Embeddings(nnx.Module):
-    """A table for each categorical feature, with initial values uniform in ±1/√V_t."""
+@dataclasses.dataclass(frozen=True)
+class ClickModel:
+    """A DLRM as pure functions; those of the tables are separate, since workers may divide the tables among them.
 
-    def __init__(self, sizes: tuple[int, ...], width: int, rngs: nnx.Rngs):
-        self.tables = nnx.List(nnx.Embed(size, width, embedding_init=_uniform, rngs=rngs) for size in sizes)
+    Attributes:
+        features: F.
+        sizes: V_t of each table.
+        width: D.
+        hidden: units of each hidden layer of both perceptrons.
+    """
 
-    def __call__(self, indices_BxT):
-        return jnp.stack([table(indices_BxT[:, t]) for t, table in enumerate(self.tables)], axis=1)
+    features: int
+    sizes: tuple[int, ...]
+    width: int
+    hidden: tuple[int, ...]
 
+    def _module(self, rngs: nnx.Rngs) -> Dense:
+        return Dense(self.features, len(self.sizes), self.width, [*self.hidden], rngs)
 
-def _uniform(key, shape, dtype=jnp.float32, **unused):
-    del unused  # Newer versions of Flax give a sharding.
-    limit = shape[0] ** -0.5
-    return jax.random.uniform(key, shape, dtype, -limit, limit)
+    @functools.cached_property
+    def _graph(self) -> nnx.GraphDef:
+        return nnx.graphdef(nnx.eval_shape(lambda: self._module(nnx.Rngs(0))))
 
+    def init(self, key: jax.Array) -> PyTree:
+        """Return {"dense": parameters of the perceptrons, "tables": E_t by t, each {"embedding": [V_t, D]}}.
 
-def _by_path(found: dict[str, list[jax.Array]], vectors_BxTxD: jax.Array) -> dict[str, jax.Array]:
-    """Outputs by the path of their weight."""
-    layers = {f"dense/{name}/layers/{k}/kernel": y_BxJ for name, own in found.items() for k, y_BxJ in enumerate(own)}
-    return layers | {f"tables/{t}/embedding": vectors_BxTxD[:, t] for t in range(vectors_BxTxD.shape[1])}
+        The initial values of a table are uniform in ±1/√V_t.
+        """
+        dense, tables = map(nnx.Rngs, jax.random.split(key))
+        drawn = (jax.random.uniform(tables.params(), (V, self.width), jnp.float32, -(V**-0.5), V**-0.5) for V in self.sizes)
+        return {
+            "dense": nnx.to_pure_dict(nnx.state(self._module(dense), nnx.Param)),
+            "tables": {t: {"embedding": table_VxD} for t, table_VxD in enumerate(drawn)},
+        }
+
+    def lookup(self, tables: PyTree, indices_BxT: jax.Array) -> jax.Array:
+        """Return vectors_BxTxD of params["tables"]."""
+        return jnp.stack([jnp.take(tables[t]["embedding"], indices_BxT[:, t], axis=0) for t in range(len(self.sizes))], axis=1)
+
+    def _layers(self, dense: PyTree, numbers_BxF: jax.Array, vectors_BxTxD: jax.Array) -> dict[str, list[jax.Array]]:
+        return nnx.merge(self._graph, nnx.State(dense))(numbers_BxF, vectors_BxTxD)
+
+    def logits(self, dense: PyTree, numbers_BxF: jax.Array, vectors_BxTxD: jax.Array) -> jax.Array:
+        """Return logits_B, with params["dense"]."""
+        return self._layers(dense, numbers_BxF, vectors_BxTxD)["top"][-1][:, 0]
+
+    def outputs(self, params: PyTree, numbers_BxF: jax.Array, indices_BxT: jax.Array) -> dict[str, jax.Array]:
+        """Return the output of each layer and the rows that are read of each table; see `contrib.compress.HasOutputs`."""
+        vectors_BxTxD = self.lookup(params["tables"], indices_BxT)
+        layers = self._layers(params["dense"], numbers_BxF, vectors_BxTxD)
+        dense = {f"dense/{name}/layers/{k}/kernel": y_BxJ for name, own in layers.items() for k, y_BxJ in enumerate(own)}
+        return dense | {f"tables/{t}/embedding": vectors_BxTxD[:, t] for t in range(len(self.sizes))}
 
 
 @registry.register("model", "dlrm")
-def dlrm(*, width: Count = 8, hidden: Count = 32, depth: Natural = 1) -> Build:
+def dlrm(*, width: Count = 8, hidden: Count = 32, depth: Natural = 1) -> Callable[[int, tuple[int, ...]], ClickModel]:
     """DLRM: a perceptron of the numbers, a table for each categorical feature, dot products of all pairs, and a perceptron of these.
+
+        v_t = E_t[c_t],  v_0 = relu(bottom(x))                the vector of each category, and of the numbers
+        logit = top(v_0, ⟨v_s, v_t⟩ for all s < t)
+
+    The model is `build(features, sizes)`, which the task calls.
 
     Args:
         width: D, of the vectors.
@@ -123,29 +119,4 @@ def dlrm(*, width: Count = 8, hidden: Count = 32, depth: Natural = 1) -> Build:
 
     Reference: Naumov et al. 2019, arXiv 1906.00091.
     """
-
-    def build(features, sizes):
-        dense = lambda rngs: Dense(features, len(sizes), width, [hidden] * depth, rngs)
-        tables = lambda rngs: Embeddings(sizes, width, rngs)
-        graphs = {name: nnx.graphdef(nnx.eval_shape(lambda: made(nnx.Rngs(0)))) for name, made in (("d", dense), ("t", tables))}
-        lookup = lambda tables, indices_BxT: nnx.merge(graphs["t"], nnx.State({"tables": tables}))(indices_BxT)
-
-        def init(key):
-            own = jax.random.split(key)
-            parts = [nnx.to_pure_dict(nnx.state(made(nnx.Rngs(key)), nnx.Param)) for made, key in zip((dense, tables), own)]
-            return {"dense": parts[0], "tables": parts[1]["tables"]}
-
-        def outputs(params, numbers_BxF, indices_BxT):
-            vectors_BxTxD = lookup(params["tables"], indices_BxT)
-            return _by_path(nnx.merge(graphs["d"], nnx.State(params["dense"])).outputs(numbers_BxF, vectors_BxTxD), vectors_BxTxD)
-
-        return ClickModel(
-            init,
-            lookup,
-            lambda params, numbers_BxF, vectors_BxTxD: nnx.merge(graphs["d"], nnx.State(params))(numbers_BxF, vectors_BxTxD),
-            tuple(sizes),
-            width,
-            outputs,
-        )
-
-    return build
+    return lambda features, sizes: ClickModel(features, tuple(sizes), width, (hidden,) * depth)

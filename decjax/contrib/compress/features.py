@@ -1,4 +1,4 @@
-"""Weights of low rank that keep what a layer puts out, instead of the weights themselves, as near as a rank allows.
+"""Weights of low rank that keep the outputs of a layer, instead of the weights themselves, as near as a rank allows.
 
 With E the R principal directions of a sample of outputs y around their mean μ, y is replaced by μ + (y − μ) E Eᵀ:
 
@@ -6,33 +6,34 @@ With E the R principal directions of a sample of outputs y around their mean μ,
     table     y = T[c]         T → μ + (T − μ) E Eᵀ                         R(V + D) + D values
 
 For the sample the mean squared error of y is the sum of the eigenvalues that are discarded, the least that a projection of rank R can
-have; of all matrices of rank R, singular value decomposition gives the one nearest to W, whatever x is. A table counts by how often each
-of its rows is read. A layer without bias has no place for μ: its second moments are not centred.
+have; singular value decomposition gives the matrix of rank R nearest to W, whatever x is. A table counts by how often each of its rows
+is read. A layer without bias cannot store μ: its second moments are not centred.
 
 Reference: Yu et al. 2024, arXiv 2405.18146; Yu and Wu 2023, doi 10.1609/aaai.v37i9.26304 (algorithm 1). There is no training afterwards
 here, and no activation between the two factors; both papers have the former, the first the latter.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decjax.options import Share
 from decjax.principal import principal
+from decjax.typing import PyTree
 
 
-def project(params: Any, outputs: Mapping[str, Any], fraction: float, centred: bool = True) -> tuple[Any, int]:
-    """(parameters of rank R = ⌈fraction · min(I, J)⌉ where outputs are given and the others as they are, bytes of all).
+def project(params: PyTree, outputs: Mapping[str, PyTree], fraction: Share = 0.5, centred: bool = True) -> tuple[PyTree, int]:
+    """Return (parameters, of rank R = ⌈fraction · min(I, J)⌉ where outputs are given, bytes of all).
 
-    A weight whose R is min(I, J) stays as it is too.
+    All other weights are unchanged, as is a weight whose R is min(I, J).
 
     Args:
         params: of a model.
         outputs: a sample of outputs; see `HasOutputs`.
-        fraction: above 0, at most 1.
+        fraction: of the rank.
         centred: whether μ is the mean; without, it is 0.
 
     Raises:
@@ -61,8 +62,8 @@ def project(params: Any, outputs: Mapping[str, Any], fraction: float, centred: b
     return tree.unflatten([made[name].astype(leaf.dtype) for name, leaf in named.items()]), sum(num_bytes.values())
 
 
-def _projection(y_MxJ: Any, R: int, centred: bool) -> tuple[Any, np.ndarray]:
-    """(projection of rows onto the R principal directions of outputs, in float64, the mean or zeros)."""
+def _projection(y_MxJ: PyTree, R: int, centred: bool) -> tuple[Callable[[PyTree], np.ndarray], np.ndarray]:
+    """Return (projection of rows onto the R principal directions of outputs, in float64, the mean or zeros)."""
     wide_MxJ = np.asarray(y_MxJ, np.float64)
     mean_J = wide_MxJ.mean(axis=0) if centred else np.zeros(wide_MxJ.shape[1])
     with jax.enable_x64(True):

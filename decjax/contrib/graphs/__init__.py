@@ -8,7 +8,7 @@ uneven     local steps, of which slow workers take fewer
 """
 
 from decjax.contrib.graphs.model import Graph, GraphModel, gcn
-from decjax.contrib.graphs.task import Nodes, nodes
+from decjax.contrib.graphs.task import Nodes
 from decjax.contrib.graphs.uneven import tma
 
-__all__ = ["Graph", "GraphModel", "Nodes", "gcn", "nodes", "tma"]
+__all__ = ["Graph", "GraphModel", "Nodes", "gcn", "tma"]

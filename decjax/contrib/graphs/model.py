@@ -1,15 +1,8 @@
-"""The interface of models that classify the nodes of a graph, pure functions made from a Flax module; and a graph convolution network.
-
-With a_vu the strength of the edge from node u to node v, 0 where there is none,
-
-    Ã = A + I,   d_v = Σ_u ã_vu;     X ← ReLU(D^-½ Ã D^-½ X W + b)     in every layer, without the ReLU in the last
-
-Reference: Kipf and Welling 2017, arXiv 1609.02907. There the network has no biases.
-"""
+"""Models that classify the nodes of a graph: their interface, and a graph convolution network."""
 
 from collections.abc import Callable
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax import nnx
 import jax
@@ -17,34 +10,30 @@ import jax.numpy as jnp
 
 from decjax import registry
 from decjax.options import Count
+from decjax.typing import PyTree
 
 
 class Graph(NamedTuple):
     """A graph as arrays of fixed size: V nodes, E directed edges. An undirected edge is two.
 
-    Padding: an edge of strength 0 sends nothing, and a node without edges hears of itself alone.
+    Padding: edges of strength 0, and nodes without edges.
     """
 
-    features_VxD: Any
-    edges_Ex2: Any  # int32: the node that sends, the node that receives
-    strength_E: Any
+    features_VxD: PyTree
+    edges_Ex2: PyTree  # int32: the node that sends, the node that receives
+    strength_E: PyTree
 
 
 class GraphModel(NamedTuple):
-    """A classifier of nodes as pure functions, without framework objects.
-
-    A registered factory takes a model's options and returns `build(features, classes) -> GraphModel`, which the task calls.
+    """A classifier of nodes as pure functions, which a registered factory returns as `build(features, classes)`.
 
     Attributes:
         init: `init(key) -> params`.
         apply: `apply(params, graph) -> logits_VxK`, of one graph; its sizes may differ from call to call.
     """
 
-    init: Callable[[jax.Array], Any]
-    apply: Callable[[Any, Graph], jax.Array]
-
-
-Build = Callable[[int, int], GraphModel]  # (features, classes), which the task knows
+    init: Callable[[jax.Array], PyTree]
+    apply: Callable[[PyTree, Graph], jax.Array]
 
 
 class GraphConvolution(nnx.Module):
@@ -70,8 +59,8 @@ class GCN(nnx.Module):
 
         def spread(x_VxF):
             x_VxF = x_VxF * root_V[:, None]
-            heard_VxF = jax.ops.segment_sum(graph.strength_E[:, None] * x_VxF[senders_E], receivers_E, len(x_VxF))
-            return (x_VxF + heard_VxF) * root_V[:, None]
+            received_VxF = jax.ops.segment_sum(graph.strength_E[:, None] * x_VxF[senders_E], receivers_E, len(x_VxF))
+            return (x_VxF + received_VxF) * root_V[:, None]
 
         x_VxF = graph.features_VxD
         for layer in self.layers[:-1]:
@@ -80,14 +69,18 @@ class GCN(nnx.Module):
 
 
 @registry.register("model", "gcn")
-def gcn(*, hidden: Count = 16, depth: Count = 2) -> Build:
-    """A graph convolution network: a node's layer is a weighted mean over the node and its neighbours, times a matrix.
+def gcn(*, hidden: Count = 16, depth: Count = 2) -> Callable[[int, int], GraphModel]:
+    """A graph convolution network: a node's layer is a weighted mean over the node and its neighbors, times a matrix.
+
+    With a_vu the strength of the edge from node u to node v, 0 where there is none,
+
+        Ã = A + I,   d_v = Σ_u ã_vu;     X ← ReLU(D^-½ Ã D^-½ X W + b)     in every layer, without the ReLU in the last
 
     Args:
         hidden: F, values of a node between two layers.
-        depth: L, layers; a node hears of others that are at most L edges away.
+        depth: L, layers; a node's output depends on nodes that are at most L edges away.
 
-    Reference: Kipf and Welling 2017, arXiv 1609.02907.
+    Reference: Kipf and Welling 2017, arXiv 1609.02907. There the network has no biases.
     """
 
     def build(features: int, classes: int) -> GraphModel:

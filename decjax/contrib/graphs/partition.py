@@ -11,22 +11,16 @@ References: Zhu et al. 2023, arXiv 2305.09887; Kernighan and Lin 1970.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from decjax.contrib.graphs import data as graphs
+from decjax.contrib.graphs.data import Labelled
 from decjax.options import Count
 from decjax.tasks.partition import choose
 
 
-def check(text: str) -> None:
-    """Raises a ValueError for a text that is no partition."""
-    choose("partition", text, PARTITIONS)
-
-
-def divide(text: str, graph: graphs.Labelled, num_parts: int, seed: int) -> np.ndarray:
-    """The part of every node, [V], as a function of (text, graph, number of parts, seed).
+def divide(text: str, graph: Labelled, num_parts: int, seed: int) -> np.ndarray:
+    """Return the part of every node, [V], as a function of (text, graph, number of parts, seed).
 
     Args:
         text: "random", "min_cut", or "super(clusters=8)", with so many clusters for each part.
@@ -43,43 +37,39 @@ def divide(text: str, graph: graphs.Labelled, num_parts: int, seed: int) -> np.n
     return PARTITIONS[name](graph, num_parts, np.random.default_rng((seed, num_parts)), **options)
 
 
-def _random(graph: graphs.Labelled, num_parts: int, rng: np.random.Generator) -> np.ndarray:
+def _random(graph: Labelled, num_parts: int, rng: np.random.Generator) -> np.ndarray:
     return rng.permutation(len(graph.labels_V)) % num_parts
 
 
-def _min_cut(graph: graphs.Labelled, num_parts: int, rng: np.random.Generator) -> np.ndarray:
-    import networkx
-
-    del rng  # Nothing of it is random.
-    edges_Ex2, strength_E = graph.edges_Ex2.tolist(), graph.strength_E.tolist()
-    plain = networkx.Graph()
-    plain.add_nodes_from(range(len(graph.labels_V)))
-    plain.add_weighted_edges_from((u, v, strength) for (u, v), strength in zip(edges_Ex2, strength_E) if u < v)
-    part_V = np.zeros(len(plain), int)
-    _cut(plain, list(plain), range(num_parts), part_V)
-    return part_V
-
-
-def _cut(graph: Any, nodes: list[int], parts: range, part_V: np.ndarray) -> None:
-    """Enters the parts of some nodes, by cutting them in two as often as is needed."""
+def _min_cut(graph: Labelled, num_parts: int, rng: np.random.Generator) -> np.ndarray:
     import networkx
     import scipy.linalg
 
-    if len(parts) == 1:
-        part_V[nodes] = parts[0]
-        return
-    own, half = graph.subgraph(nodes), len(parts) // 2
-    laplacian_VxV = networkx.laplacian_matrix(own, nodes).toarray().astype(float)
-    second_V = scipy.linalg.eigh(laplacian_VxV, subset_by_index=(1, 1))[1][:, 0]
-    order = np.argsort(second_V * second_V[np.abs(second_V).argmax()], kind="stable")  # Of a vector of either sign.
-    count = len(nodes) * half // len(parts)  # At least a node for each part, since parts are no more than nodes.
-    sides = {nodes[i] for i in order[:count]}, {nodes[i] for i in order[count:]}
-    second, first = networkx.community.kernighan_lin_bisection(own, sides, seed=0)  # Some versions draw the order of ties.
-    _cut(graph, sorted(first), parts[:half], part_V)
-    _cut(graph, sorted(second), parts[half:], part_V)
+    del rng  # Nothing of it is random.
+    undirected = networkx.Graph()
+    undirected.add_nodes_from(range(len(graph.labels_V)))
+    undirected.add_weighted_edges_from(zip(*graph.edges_Ex2.T.tolist(), graph.strength_E.tolist()))
+    part_V = np.zeros(len(undirected), int)
+
+    def cut(nodes: list[int], parts: range) -> None:
+        if len(parts) == 1:
+            part_V[nodes] = parts[0]
+            return
+        own, half = undirected.subgraph(nodes), len(parts) // 2
+        laplacian_VxV = networkx.laplacian_matrix(own, nodes).toarray().astype(float)
+        second_V = scipy.linalg.eigh(laplacian_VxV, subset_by_index=(1, 1))[1][:, 0]
+        order = np.argsort(second_V * second_V[np.abs(second_V).argmax()], kind="stable")  # Of a vector of either sign.
+        count = len(nodes) * half // len(parts)  # At least a node for each part, since parts are no more than nodes.
+        sides = {nodes[i] for i in order[:count]}, {nodes[i] for i in order[count:]}
+        second, first = networkx.community.kernighan_lin_bisection(own, sides, seed=0)  # Some versions draw the order of ties.
+        cut(sorted(first), parts[:half])
+        cut(sorted(second), parts[half:])
+
+    cut(list(undirected), range(num_parts))
+    return part_V
 
 
-def _super(graph: graphs.Labelled, num_parts: int, rng: np.random.Generator, clusters: Count = 8) -> np.ndarray:
+def _super(graph: Labelled, num_parts: int, rng: np.random.Generator, clusters: Count = 8) -> np.ndarray:
     count, V = clusters * num_parts, len(graph.labels_V)
     if count > V:
         raise ValueError(

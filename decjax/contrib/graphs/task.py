@@ -1,20 +1,8 @@
-"""The task "nodes": classification of the nodes of a graph, whose workers each see a part of it.
-
-Worker i has the nodes V_i of a partition, their features, and the edges between two of them; edges to other parts are left out. With
-T ⊂ V the nodes that are trained on, T_i a worker's, and ℓ the cross-entropy,
-
-    L_i(x) = mean_{v ∈ T_i} ℓ(f(x; G[V_i])_v, y_v);     judged is f(x; G), which sees all edges, on the nodes that are held out
-
-Held-out nodes are in the graph while it is trained, without their labels. All parts are padded to the size of the largest one.
-
-An example is a whole graph, so a worker's batch is usually one.
-
-Reference: Zhu et al. 2023, arXiv 2305.09887 (RandomTMA, SuperTMA).
-"""
+"""The task "nodes": classification of the nodes of a graph, whose workers each see a part of it."""
 
 from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +12,7 @@ from decjax.contrib.graphs import data as graphs
 from decjax.contrib.graphs import partition as graph_partition
 from decjax.contrib.graphs.model import Graph, GraphModel
 from decjax.options import Natural
+from decjax.tasks.partition import choose
 from decjax.tasks.task import Data, HeldOut, Task
 from decjax.typing import PyTree
 
@@ -32,12 +21,20 @@ class Subgraphs(NamedTuple):
     """A batch of graphs, their nodes' labels, and weights: 1 for nodes that count for the loss, 0 for all others and for padding."""
 
     graphs: Graph  # leaves [B, …]
-    labels_BxV: Any
-    weight_BxV: Any
+    labels_BxV: PyTree
+    weight_BxV: PyTree
 
 
 class Nodes(Task, name="nodes"):
     """Classification of a graph's nodes by workers that each see the edges inside of their own part; metrics are loss and accuracy.
+
+    Worker i has the nodes V_i of a partition, their features, and the edges between two of them; edges to other parts are left out.
+    With T ⊂ V the nodes that are trained on, T_i a worker's, and ℓ the cross-entropy,
+
+        L_i(x) = mean_{v ∈ T_i} ℓ(f(x; G[V_i])_v, y_v);     evaluation is of f(x; G), with all edges, on the nodes that are held out
+
+    Held-out nodes are in the graph during training, without their labels. All parts are padded to the size of the largest one. An
+    example is a whole graph, so a worker's batch is usually one.
 
     Attributes:
         model: `build(features, classes) -> GraphModel`.
@@ -62,7 +59,7 @@ class Nodes(Task, name="nodes"):
     validation: HeldOut = 0.25
 
     def __post_init__(self):
-        graph_partition.check(self.partition)
+        choose("partition", self.partition, graph_partition.PARTITIONS)
         self.network  # noqa: B018  Refuses an unknown graph.
 
     @functools.cached_property
@@ -100,10 +97,8 @@ class Nodes(Task, name="nodes"):
         return {name: (x * examples.weight_BxV).sum(axis=1) for name, x in sums.items()}, examples.weight_BxV.sum(axis=1)
 
     def whole(self, weight_V: np.ndarray, batch_size: int = 1) -> Subgraphs:
-        """B times the whole graph."""
-        return _repeated(
-            Subgraph.of(self.data, np.arange(len(self.data.labels_V))), np.tile(weight_V.astype(np.float32), (batch_size, 1))
-        )
+        """Return B times the whole graph."""
+        return _repeated(self.data, np.tile(weight_V.astype(np.float32), (batch_size, 1)))
 
     def load(self, num_workers: int, batch_size: int, seed: int) -> Data:
         V = len(self.data.labels_V)
@@ -121,10 +116,10 @@ class Nodes(Task, name="nodes"):
                 f"task targets={self.targets} changes nothing: a worker has at most {most} nodes to train on; use less, or 0 for all"
             )
         own = [np.flatnonzero(part_V == worker) for worker in range(num_workers)]
-        parts = [Subgraph.of(self.data, chosen) for chosen in own]
-        sizes = [max(len(x) for x in each) for each in zip(*parts)]
-        parts = [Subgraph(*(_padded(x, size) for x, size in zip(part, sizes))) for part in parts]
-        weights = [_padded(trained_V[chosen].astype(np.float32), len(parts[0].labels_V)) for chosen in own]
+        parts = [self.data.part(nodes) for nodes in own]
+        largest = max(len(part.labels_V) for part in parts), max(len(part.strength_E) for part in parts)
+        parts = [part.padded(*largest) for part in parts]
+        weights = [graphs.padded(trained_V[nodes].astype(np.float32), largest[0]) for nodes in own]
 
         def batch(worker, step):
             rng = np.random.default_rng((seed, worker, step))
@@ -139,7 +134,7 @@ class Nodes(Task, name="nodes"):
         )
 
     def drawn(self, weight_V: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The weights of a step's targets, of nodes that may be ones."""
+        """Return the weights of a step's targets, from those of all nodes that a worker trains on."""
         possible = np.flatnonzero(weight_V)
         if not self.targets or self.targets >= len(possible):
             return weight_V
@@ -148,31 +143,10 @@ class Nodes(Task, name="nodes"):
         return chosen_V
 
 
-class Subgraph(NamedTuple):
-    """Some nodes of a graph, and the edges between them; nodes are numbered anew."""
-
-    features_VxD: np.ndarray
-    edges_Ex2: np.ndarray
-    strength_E: np.ndarray
-    labels_V: np.ndarray
-
-    @classmethod
-    def of(cls, graph: graphs.Labelled, nodes: np.ndarray) -> "Subgraph":
-        """The part of a graph with the given nodes, in ascending order."""
-        inside_E = np.isin(graph.edges_Ex2, nodes).all(axis=1)
-        edges_Ex2 = np.searchsorted(nodes, graph.edges_Ex2[inside_E]).astype(np.int32)
-        return cls(graph.features_VxD[nodes], edges_Ex2, graph.strength_E[inside_E], graph.labels_V[nodes])
-
-
-def _padded(x: np.ndarray, size: int) -> np.ndarray:
-    """With zeros behind it: nodes of weight 0, edges of strength 0."""
-    return np.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
-
-
-def _repeated(part: Subgraph, weight_BxV: np.ndarray) -> Subgraphs:
-    """A batch of one graph with different weights."""
-    features_BxVxD, edges_BxEx2, strength_BxE, labels_BxV = (np.broadcast_to(x, (len(weight_BxV), *x.shape)) for x in part)
+def _repeated(graph: graphs.Labelled, weight_BxV: np.ndarray) -> Subgraphs:
+    """Return a batch of one graph with different weights."""
+    features_BxVxD, edges_BxEx2, strength_BxE, labels_BxV = (
+        np.broadcast_to(x, (len(weight_BxV), *x.shape))
+        for x in (graph.features_VxD, graph.edges_Ex2, graph.strength_E, graph.labels_V)
+    )
     return Subgraphs(Graph(features_BxVxD, edges_BxEx2, strength_BxE), labels_BxV, weight_BxV)
-
-
-nodes = Nodes

@@ -1,7 +1,6 @@
-"""GraVAC: averages gradients by the strongest of several codecs that pays, by predicted or by measured speed."""
+"""GraVAC: the reducer "gravac", which averages gradients by the strongest of several codecs that pays."""
 
-from decjax.contrib.gravac.pace import Pace
 from decjax.contrib.gravac.reducer import Gravac as gravac
-from decjax.contrib.gravac.reducer import GravacState
+from decjax.contrib.gravac.reducer import GravacState, Pace
 
 __all__ = ["GravacState", "Pace", "gravac"]

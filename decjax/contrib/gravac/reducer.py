@@ -1,8 +1,10 @@
 """GraVAC: compression that gets stronger as long as it pays, by speeds that are given, or measured during training."""
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Callable, Sequence
 import functools
 import math
+import time
 from typing import NamedTuple
 
 import jax
@@ -11,35 +13,81 @@ import numpy as np
 
 from decjax import buckets, codecs, mesh, registry
 from decjax.codecs.feedback import Feedback, Memory, contractive, residual
-from decjax.contrib.gravac.pace import Pace
 from decjax.options import Count, Fraction, NonNegative
 from decjax.reduce import Reducer, messages
+from decjax.reduce.reducer import StepNumber
 from decjax.typing import PyTree
 
 MEASURED = "measured"
+clock = time.perf_counter
+
+
+class Pace:
+    """Measures the seconds of steps in this process and passes them to a reducer's state between steps.
+
+    It does not wait for a step in flight: after step k has been dispatched, the clock is read when step k − 1 is complete. Only at the
+    end of a window must the step itself be complete. The median is passed on, so that single steps during a compilation, an evaluation
+    or a checkpoint do not count.
+
+    Args:
+        observe: `observe(state, step_s) -> state`, on each worker, with the seconds of a step in the last window as this worker's
+            process measured them; NaN if it could not.
+        window: number of averages in a window; the first of them is not measured.
+        workers: the workers.
+        number: maps a step to the reducer's own step, or None if it does not average in it.
+    """
+
+    def __init__(self, observe: Callable[[PyTree, jax.Array], PyTree], window: int, workers: mesh.Workers, number: StepNumber):
+        self._window, self._workers, self._number = window, workers, number
+        self._observe = workers.jit(observe, (0, 0), donate_argnums=(0,))
+        self._last: tuple[int, jax.Array] | None = None  # number and loss of the step in flight
+        self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=window)  # (step, when it ended) of a window's
+
+    def after(self, state: PyTree, loss_N: jax.Array, step: int) -> PyTree:
+        """Return the state after step `step`, which has been dispatched."""
+        if self._last and self._last[0] == step - 1:
+            self._ended(*self._last)
+        else:
+            self._ends.clear()
+        self._last = step, loss_N
+        number = self._number(step)
+        if number is None or (number + 1) % self._window:
+            return state
+        self._ended(step, loss_N)
+        self._last = None  # The time until the end of the next step, the first of its window, does not count.
+        steps, ends_s = zip(*self._ends)
+        return self._pass_on(state, float(np.median(np.diff(ends_s)) / (steps[-1] - steps[-2])) if len(steps) > 1 else np.nan)
+
+    def _ended(self, step: int, loss_N: jax.Array) -> None:
+        loss_N.block_until_ready()
+        if self._number(step) is not None:
+            self._ends.append((step, clock()))
+
+    def _pass_on(self, state: PyTree, step_s: float) -> PyTree:
+        return self._observe(state, self._workers.build(lambda worker: np.float32(step_s)))
 
 
 class GravacState(NamedTuple):
-    """State of `Gravac`; all but the errors and the codecs' states is the same on all workers.
+    """State of `Gravac`; all fields except the errors and the codecs' states are the same on all workers.
 
     Attributes:
         error: [N, …], what this worker's own messages lost.
         owner_error: […], what the messages of the shard that this worker owns lost.
         codec: states of each rung's codec, for the worker's and for the owner's messages.
-        count: int32 scalar, steps so far.
+        step: int32 scalar, steps so far.
         usage: int32 [rungs], steps so far on each rung; rung 0 has no codec.
         rung: int32 scalar, the rung in use.
-        settled: bool scalar, whether it climbs no more.
+        settled: bool scalar, whether it has stopped climbing.
         energy_sent: Σ E‖C(x)‖² since the window began.
         energy: Σ E‖x‖² since the window began.
         score: (steps per second) · gain of the rung below.
-        rate: where speed is measured, float [rungs], steps per second when each was last measured, 0 before; otherwise ().
+        rate: with measured speed, float [rungs], steps per second when each was last measured, 0 before; otherwise ().
     """
 
     error: tuple[jax.Array, ...]
     owner_error: tuple[jax.Array, ...]
     codec: tuple[tuple[PyTree, ...], ...]
-    count: jax.Array
+    step: jax.Array
     usage: jax.Array
     rung: jax.Array
     settled: jax.Array
@@ -52,7 +100,7 @@ class GravacState(NamedTuple):
 class Gravac(Reducer, name="gravac"):
     """GraVAC: the average of gradients, compressed by the strongest of several codecs that pays.
 
-    The rungs of a ladder are no codec (rung 0) and ever stronger codecs C. With x = g + e what a worker sends,
+    Rung 0 of a ladder has no codec; the others have ever stronger codecs C. With x = g + e what a worker sends,
     gain = Σ E‖C(x)‖² / Σ E‖x‖² is the fraction of the energy that arrives, over a window of steps. After each window: if the gain is
     below the threshold, one rung down, for good. Else, if speed · gain has grown by more than `improvement` since the rung below, one
     rung up; and if it has not, one rung down, for good. Errors are remembered across rungs, and sent out on rung 0. Messages are
@@ -63,11 +111,11 @@ class Gravac(Reducer, name="gravac"):
     not send less than the one below.
 
     With speed "measured", as in the paper, a rung is judged by `observe(state, step_s)` instead of by the step that ends its window:
-    `pace.Pace` calls it between two steps, with the median seconds of the window's steps except the first. A compiled step has no
-    clock, and a callback from it would make devices wait in every step; this waits once in a window. Seconds are averaged over
-    workers (4 bytes each, not among the declared ones), so that all make the same decision. A window of which some worker has no
-    seconds, as after a restart in its last step, is prolonged by another one. Clocks differ from run to run, and so do the steps at
-    which such a run climbs: it cannot be repeated bit for bit. A continued run keeps its rung, score and measured speeds.
+    `Pace` calls it between two steps, with the median seconds of the window's steps except the first. A compiled step has no clock, and
+    a callback from it would make devices wait in every step; this waits once in a window. Seconds are averaged over workers (4 bytes
+    each, not among the declared ones), so that all make the same decision. A window in which some worker has no seconds, as after a
+    restart in its last step, is prolonged by another one. Clocks differ from run to run, and so do the steps at which such a run climbs:
+    it cannot be repeated bit for bit. A continued run keeps its rung, score and measured speeds.
 
     Attributes:
         channel: how gradients travel.
@@ -75,8 +123,8 @@ class Gravac(Reducer, name="gravac"):
         window: steps on a rung before it is judged; with measured speed at least 2.
         threshold: ε, the least gain.
         improvement: ω, relative.
-        speed: steps per second on each rung. "measured": see above. Otherwise a sequence or a text such as "1; 1.8; 3", from rung 0 on,
-            relative to one another; `decjax.costmodel` predicts them. Empty: 1 ÷ bytes, as if communication took all the time.
+        speed: steps per second on each rung, "measured", or a sequence or a text such as "1; 1.8; 3", from rung 0 on, relative to one
+            another; `decjax.costmodel` predicts them. Empty: 1 ÷ bytes, as if communication took all the time.
 
     Reference: Tyagi and Swany 2023, arXiv 2305.12201.
     """
@@ -180,7 +228,7 @@ class Gravac(Reducer, name="gravac"):
         def energies(own):
             return jnp.stack([_energy(own, state), energy])
 
-        key = self.channel.key(state.count)
+        key = self.channel.key(state.step)
         means, worker, owner, sent_Nx2 = messages.sharded(self._ends[k], arrays, worker, owner, key, energies, self.channel.axis)
         errors, states = _taken_apart(worker, owner)
         return means, *errors, (*state.codec[:k], states, *state.codec[k + 1 :]), sent_Nx2.mean(axis=0)
@@ -200,7 +248,7 @@ class Gravac(Reducer, name="gravac"):
             new = jax.tree.map(lambda judged, new: jnp.where(over, judged, new), judged, new)
         finite = jnp.isfinite(sent) & jnp.isfinite(full) & codecs.finite(means)  # The same on all workers.
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
-        new = new._replace(count=state.count + 1, usage=usage)  # A step that is not finite has been sent too.
+        new = new._replace(step=state.step + 1, usage=usage)  # A step that is not finite has been sent too.
         return layout.unpack([jnp.where(finite, x, jnp.nan) for x in means], grads), new
 
     def observe(self, state: GravacState, step_s: jax.Array) -> GravacState:

@@ -3,8 +3,7 @@
     links    networks as matrices of latency and bandwidth, and their files
     cost     seconds of an iteration's messages for a layout of stages × workers
     search   layouts whose messages take little time
-    choice   which of the devices take part, and the placement's file
-    cluster  groups of devices that hold the whole model together
+    choice   which of the devices take part, the placement's file, and clusters that hold the whole model together
 
 Examples:
   >>> import numpy as np
@@ -15,8 +14,7 @@ Examples:
   [[0, 2], [1, 3]]
 """
 
-from decjax.contrib.placement.choice import Placement, load_device_order, place, save
-from decjax.contrib.placement.cluster import DeviceCluster, clusters
+from decjax.contrib.placement.choice import DeviceCluster, Placement, clusters, load_device_order, place, save
 from decjax.contrib.placement.cost import Job, Network
 from decjax.contrib.placement.links import Links, load
 from decjax.contrib.placement.search import Placed, anneal, best_of_all, genetic, random_layout

@@ -1,19 +1,16 @@
-"""The choice of the devices of a network that take part, and the placement of a job on them, with its file.
-
-A device can take part if its memory holds a stage. All devices wait for the slowest, so leaving out slow ones may be faster. For each
-speed the devices that are at least as fast are a candidate; if they are too many, the farthest are left out.
-"""
+"""Which devices of a network take part, the placement of a job on them, its file, and clusters that each hold the whole model."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import itertools
 import json
 import os
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from decjax.contrib.placement.cost import Job, Network, both_ways
+from decjax.contrib.placement.cost import MAX_STAGES, Job, Network, both_ways, shortest_path
 from decjax.contrib.placement.links import Links
 from decjax.contrib.placement.search import Placed
 from decjax.costmodel.json_files import read_object
@@ -47,6 +44,9 @@ class Candidates(NamedTuple):
 
 def choices(links: Links, job: Job, stage_flop: float = 0.0, stage_bytes: float = 0.0) -> list[Candidates]:
     """Return sets of as many devices as the job needs, the fastest first.
+
+    A device can take part if its memory holds a stage. All devices wait for the slowest, so leaving out slow ones may be faster. For
+    each speed the devices that are at least as fast are a candidate; if they are too many, the farthest are left out.
 
     Args:
         links: of all devices.
@@ -112,10 +112,65 @@ def place_among(
     return best._replace(tried=sum(placement.tried for placement in placements))
 
 
+# -- Clusters that hold the whole model -------------------------------------------------------------------------------
+
+
+class DeviceCluster(NamedTuple):
+    """A pipeline of devices."""
+
+    devices: list[int]  # in the order of the pipeline
+    shares: np.ndarray  # of the model's bytes that each holds, in the same order; they sum up to 1
+    slowest_Bps: float  # the least bandwidth between neighbors, in the slower direction; inf of a single device
+
+
+def clusters(links: Links, model_bytes: float) -> list[DeviceCluster]:
+    """Return disjoint clusters of all devices, each with memory for `model_bytes`; see Ravnest, arXiv 2401.01728, section 3.
+
+    A cluster is a pipeline; clusters average their parameters periodically. More clusters process more examples at a time, and near
+    devices wait less for each other. So clusters are as small as their memory allows, with fast links inside. Devices divide the model
+    by their memory.
+
+    The paper's search is genetic; here clusters grow one after the other. The next one begins with the device that is least near to
+    those that are left, and takes in the one with the fastest links to it until its memory suffices. Devices that are left over at the
+    end join the cluster that is nearest to each.
+
+    Raises:
+        ValueError: if the devices' memory is unknown or too small, or if a cluster would have more than 16 devices, the most of a
+            pipeline.
+    """
+    memory_bytes = links.memory_bytes
+    if memory_bytes is None:
+        raise ValueError("memory_bytes is missing, and clusters are made by memory; give that of each device")
+    check("model_bytes", model_bytes, Annotated[float, Range(0, float(memory_bytes.sum()), above=True)])
+    speed_Bps = np.minimum(links.bandwidth_Bps, links.bandwidth_Bps.T)  # A pipeline sends both ways.
+    left, groups = set(range(links.num_devices)), []
+    while memory_bytes[sorted(left)].sum() >= model_bytes:
+        rest = sorted(left)
+        lonely = speed_Bps[np.ix_(rest, rest)].sum(axis=1).argmin()
+        group = [rest[lonely]]
+        while memory_bytes[group].sum() < model_bytes:
+            others = [device for device in rest if device not in group]
+            group.append(max(others, key=lambda device: (speed_Bps[group, device].max(), memory_bytes[device])))
+        groups.append(group)
+        left -= set(group)
+    for device in sorted(left):
+        max(groups, key=lambda group: speed_Bps[group, device].max()).append(device)
+    return [_pipeline(links, memory_bytes, speed_Bps, group) for group in groups]
+
+
+def _pipeline(links: Links, memory_bytes: np.ndarray, speed_Bps: np.ndarray, group: list[int]) -> DeviceCluster:
+    """Return the cluster of a group, in the order whose messages of one megabyte take least, there and back."""
+    check("the number of devices in a cluster", len(group), Annotated[int, Range(1, MAX_STAGES)])
+    hop_s = links.seconds(1e6)[np.ix_(group, group)]
+    order = [group[i] for i in shortest_path(hop_s + hop_s.T)[1]] if len(group) > 1 else group
+    slowest = min((speed_Bps[one, other] for one, other in itertools.pairwise(order)), default=np.inf)
+    return DeviceCluster(order, memory_bytes[order] / memory_bytes[order].sum(), float(slowest))
+
+
 # -- Files ------------------------------------------------------------------------------------------------------------
 
 
-def save(path: str | os.PathLike, links: Links, placement: Placement, /, **further: Any) -> None:
+def save(path: str | os.PathLike, links: Links, placement: Placement, /, **further: object) -> None:
     """Write a placement as JSON, for processes that run on its devices in the order of the links; `further` are other fields."""
     among_these = np.searchsorted(np.sort(placement.layout, axis=None), placement.layout)
     names = [[links.names[device] for device in row] for row in placement.layout]
@@ -152,7 +207,7 @@ def load_device_order(path: str | os.PathLike) -> DeviceOrder:
     Raises:
         ValueError: of one line, for a file that cannot be read or is no placement of all devices.
     """
-    content = read_object(path)
+    content, layout = read_object(path), np.zeros(0)
     try:
         layout = np.array(content.get("layout"))
         has_all = layout.ndim == 2 and layout.size > 0 and sorted(layout.ravel().tolist()) == [*range(layout.size)]

@@ -1,6 +1,6 @@
-"""Networks of devices that are not alike: latency and bandwidth of every pair, both ways, and the devices' speed and memory.
+"""Networks of different devices: latency and bandwidth of every pair, both ways, and the devices' speed and memory.
 
-A file is JSON. Either it has the matrices, from row to column, whose diagonals do not count:
+A file is JSON. It has matrices, from row to column, whose diagonals do not count:
 
     {"source": "measured with launch.calibrate", "latency_s": [[0, 0.01], [0.02, 0]], "bandwidth_Bps": [[0, 1e8], [5e7, 0]],
      "devices": ["rome", "oslo"], "flops": [1e13, 4e13], "memory_bytes": [8e9, 24e9]}
@@ -10,8 +10,8 @@ or regions with a number of devices each, and the links between them, the same b
     {"source": "…", "regions": {"Oregon": 8, "Tokyo": 8}, "within": {"latency_s": 0.01, "bandwidth_Bps": 2.5e8},
      "between": [{"from": "Oregon", "to": "Tokyo", "latency_s": 0.096, "bandwidth_Bps": 6.5e7}]}
 
-or connections to a network that is itself no bottleneck, such as homes: i sends to j at the lower of i's upload and j's download rate,
-after both latencies:
+or connections to a network that is no bottleneck itself, such as those of homes: i sends to j at the lower of i's upload and j's
+download rate, after both latencies:
 
     {"source": "…", "connections": [{"name": "cable", "count": 4, "latency_s": 0.01, "upload_Bps": 5e6, "download_Bps": 6e7}]}
 
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -63,9 +63,8 @@ class Links:
         check("the number of devices", N, Annotated[int, Range(2, MAX_DEVICES)])
         object.__setattr__(self, "latency_s", _array("latency_s", self.latency_s, (N, N), 0.0))
         object.__setattr__(self, "bandwidth_Bps", _array("bandwidth_Bps", self.bandwidth_Bps, (N, N), 1 / LARGEST))
-        for field in _DEVICE:
-            if getattr(self, field) is not None:
-                object.__setattr__(self, field, _array(field, getattr(self, field), (N,), 1 / LARGEST))
+        for field, values in _of_devices(self).items():
+            object.__setattr__(self, field, _array(field, values, (N,), 1 / LARGEST))
         object.__setattr__(self, "names", tuple(self.names) or tuple(map(str, range(N))))
         for name in self.names:
             check_text("devices", name)
@@ -89,17 +88,21 @@ class Links:
         rows = list(devices)
         if rows == list(range(self.num_devices)):
             return self
-        arrays = {name: None if (values := getattr(self, name)) is None else values[rows] for name in ("flops", "memory_bytes")}
-        pairs = np.ix_(rows, rows)
+        arrays, pairs = {name: values[rows] for name, values in _of_devices(self).items()}, np.ix_(rows, rows)
         return Links(
             self.latency_s[pairs], self.bandwidth_Bps[pairs], tuple(self.names[i] for i in rows), **arrays, source=self.source
         )
 
     def save(self, path: str | os.PathLike) -> None:
         """Write them as a file of matrices."""
-        arrays = {name: values.tolist() for name in _DEVICE if (values := getattr(self, name)) is not None}
+        arrays = {name: values.tolist() for name, values in _of_devices(self).items()}
         matrices = {"latency_s": self.latency_s.tolist(), "bandwidth_Bps": self.bandwidth_Bps.tolist()}
         write_whole(path, json.dumps({"source": self.source, "devices": list(self.names), **matrices, **arrays}) + "\n")
+
+
+def _of_devices(described: object) -> dict[str, Any]:
+    """Return `flops` and `memory_bytes` of links or a file, those that it has."""
+    return {name: values for name in ("flops", "memory_bytes") if (values := getattr(described, name)) is not None}
 
 
 def _array(field: str, value: np.ndarray | list, shape: tuple[int, ...], low: float) -> np.ndarray:
@@ -121,8 +124,6 @@ def _array(field: str, value: np.ndarray | list, shape: tuple[int, ...], low: fl
 
 
 # -- Files ------------------------------------------------------------------------------------------------------------
-
-_DEVICE = ("flops", "memory_bytes")
 
 
 def load(path: str | os.PathLike) -> Links:
@@ -155,7 +156,7 @@ class MatricesFile:
 
     def links(self) -> Links:
         """Return the links that the file describes."""
-        arrays = {name: np.array(values, object) for name in _DEVICE if (values := getattr(self, name)) is not None}
+        arrays = {name: np.array(values, object) for name, values in _of_devices(self).items()}
         latency_s, bandwidth_Bps = np.array(self.latency_s, object), np.array(self.bandwidth_Bps, object)
         return Links(latency_s, bandwidth_Bps, tuple(self.devices), **arrays, source=self.source)
 
@@ -200,17 +201,17 @@ class RegionsFile:
 
         links_RxR = [[link_of(here, there) for there in self.regions] for here in self.regions]
         region_N = np.repeat(np.arange(len(self.regions)), list(self.regions.values()))
-        latency_s = np.array([[link.latency_s for link in row] for row in links_RxR], float)[np.ix_(region_N, region_N)]
-        bandwidth_Bps = np.array([[link.bandwidth_Bps for link in row] for row in links_RxR], float)[np.ix_(region_N, region_N)]
+        values_RxRx2 = np.array([[(link.latency_s, link.bandwidth_Bps) for link in row] for row in links_RxR], float)
+        latency_s, bandwidth_Bps = np.moveaxis(values_RxRx2[np.ix_(region_N, region_N)], -1, 0)
         names = tuple(f"{region} {i}" for region, count in self.regions.items() for i in range(count))
-        arrays = {name: np.full(len(names), value, float) for name in _DEVICE if (value := getattr(self, name)) is not None}
+        arrays = {name: np.full(len(names), value, float) for name, value in _of_devices(self).items()}
         return Links(latency_s, bandwidth_Bps, names, **arrays, source=self.source)
 
 
 @checked_class
 @dataclasses.dataclass(frozen=True)
 class Connection:
-    """The connections of `count` devices to a network that is itself no bottleneck."""
+    """The connections of `count` devices to a network that is no bottleneck itself."""
 
     name: str
     count: Number
