@@ -25,7 +25,7 @@ from decjax.contrib import compress, placement
 from decjax.contrib.clicks import dlrm
 from decjax.contrib.compress import features
 from decjax.contrib.gravac import GravacState, gravac
-from decjax.contrib.subnetworks import ist
+from decjax.contrib.subnetworks import IndependentSubnetworks
 from decjax.pipeline import autoencoder
 from decjax.principal import principal
 from decjax.tasks.task import Task
@@ -229,7 +229,9 @@ def subnetworks(smoke: bool) -> float:
     workers = mesh.simulated_workers(WORKERS)
     with jax.enable_x64(True):
         channel = Channel(workers.axis)
-        method = ist(optax.sgd(rate), reduce.mean(channel), WORKERS, channel, (("x", -1),), every=1)
+        method = IndependentSubnetworks(
+            optax.sgd(rate), reduce.mean(channel), WORKERS, channel=channel, units=(("x", -1),), every=1
+        )
 
         def whole(x):
             def step(carry, _):

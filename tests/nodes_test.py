@@ -104,7 +104,7 @@ def trained_path(partition, mode):
     batches = wide(jax.tree.map(lambda *x: np.stack(x), *(data.batch(worker, 0) for worker in range(N))))
     with jax.enable_x64(True):
         channel = Channel(workers.axis)
-        how = uneven.tma(optax.sgd(LR, MOMENTUM), reduce.mean(channel), N, channel, every=EVERY, pace=PACE)
+        how = uneven.TMA(optax.sgd(LR, MOMENTUM), reduce.mean(channel), N, channel=channel, every=EVERY, pace=PACE)
 
         def step(params, state, batch, *, phase):
             grads = jax.grad(lambda params: made.loss(params, (), batch, None)[0])(params)
@@ -151,7 +151,7 @@ def test_even_steps_are_local_sgd_bit_for_bit():
     )
     for pace in ("even", "4,4", "spread(slowest=1.0)"):
         even, _, made = outer.trajectory(
-            lambda channel: uneven.tma(outer.adam(rate), reduce.mean(channel), outer.N, channel, every=H, pace=pace)
+            lambda channel: uneven.TMA(outer.adam(rate), reduce.mean(channel), outer.N, channel=channel, every=H, pace=pace)
         )
         np.testing.assert_array_equal(even, local)
         assert made.every == plain.every and [*map(made.phase, range(9))] == [*map(plain.phase, range(9))]
@@ -169,7 +169,7 @@ def test_even_steps_are_local_sgd_bit_for_bit():
 
 def test_slow_workers_stand_still():
     path, state, _ = outer.trajectory(
-        lambda channel: uneven.tma(outer.adam(0.1), reduce.mean(channel), 4, channel, every=6, pace="6,2")
+        lambda channel: uneven.TMA(outer.adam(0.1), reduce.mean(channel), 4, channel=channel, every=6, pace="6,2")
     )
     moved = (path[1:] != path[:-1]).any(axis=-1)  # [steps, N]
     for t in range(len(moved)):
@@ -311,17 +311,17 @@ def test_targets_that_are_all_nodes_are_refused():
 @pytest.mark.parametrize(
     "pace, message",
     [
-        ("10,7,x", "pace='10,7,x' is unknown; use even, numbers such as 10,7,5"),
-        ("", "pace='' is unknown; use even, numbers such as 10,7,5"),
-        ("6,7", "7 steps of a round of every=6; use 1 to 6"),
-        ("6,0", "0 steps of a round of every=6; use 1 to 6"),
-        ("1,2,3,4,5", "5 numbers for 4 workers; give at most 4"),
-        ("slow", "is unknown; use even, numbers such as 10,7,5, or spread"),
-        ("even(seed=1)", "is unknown; use even"),
-        ("spread(fastest=2)", "is unknown; use even"),
-        ("spread(slowest=0.0)", "slowest is a share of H, more than 0 and at most 1"),
+        ("10,7,x", "pace '10,7,x' must read like .*; or numbers, as pace='10,7,5'"),
+        ("", "pace '' must read like .*; or numbers"),
+        ("6,7", "an entry of pace '6,7'=7 must be at least 1 and at most 6"),
+        ("6,0", "an entry of pace '6,0'=0 must be at least 1 and at most 6"),
+        ("1,2,3,4,5", "the number of entries of pace '1,2,3,4,5'=5 must be at least 1 and at most 4"),
+        ("slow", "pace='slow' is unknown; use one of even, spread; or numbers"),
+        ("even(seed=1)", "has no option 'seed'; it has none, leave it out"),
+        ("spread(fastest=2)", "has no option 'fastest'; use slowest, seed"),
+        ("spread(slowest=0.0)", "slowest=0.0 must be more than 0 and at most 1"),
         ("spread(slowest=half)", "slowest='half' must be a number"),
-        ("spread(seed=-1)", "seed at least 0"),
+        ("spread(seed=-1)", "seed=-1 must be at least 0"),
     ],
 )
 def test_impossible_paces_are_refused_when_the_config_is_resolved(pace, message):

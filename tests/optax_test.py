@@ -14,7 +14,7 @@ from decjax import gossip, mesh, optim, reduce, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.contrib.gravac import gravac
-from decjax.optim.slowmo import slowmo
+from decjax.optim.slowmo import SlowMo
 
 N, DIM, STEPS, LR = 4, 3, 6, 0.05
 MODES = ("devices", "simulated")
@@ -205,7 +205,7 @@ def test_steps_are_not_left_out_from_outside():
         (decjax.track(optax.sgd(LR), mixer), "TrackState"),
         (decjax.local_updates(optax.sgd(LR), reduce.every(reduce.mean(), 2), optax.sgd(1.0)), "LocalUpdatesState"),
         (optim.scale_by_onebit_adam(reduce.start_at(reduce.mean(), 1, reduce.mean())), "OnebitAdamState"),
-        (slowmo(optax.sgd(LR), reduce.mean(), N, lambda step: LR).tx, "SlowMoState"),
+        (SlowMo(optax.sgd(LR), reduce.mean(), N, learning_rate=lambda step: LR).tx, "SlowMoState"),
         (optim.GossipDiLoCo(optax.sgd(LR), mixer).tx, "GossipOuterState"),
         (optim.StreamingDiLoCo(optax.sgd(LR), reduce.mean(), N, fragments=1).tx, "StreamingState"),
         (

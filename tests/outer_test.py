@@ -8,8 +8,7 @@ import optax
 import pytest
 
 from decjax import gossip, optim, reduce, topology
-from decjax.optim.slowmo import slowmo
-from decjax.optim.slowmo_gossip import slowmo_gossip
+from decjax.optim.slowmo import SlowMo, SlowMoGossip
 from tests import outer
 from tests.outer import LR, START, STEPS, X0, Adam, N, adam, diloco, gradients, graph, trajectory
 from tests.stand_ins import dense_top, top
@@ -53,7 +52,7 @@ def dense_slowmo(alpha, beta, W=np.eye(N), reset=False, code=None):
 def test_slowmo_is_the_dense_reference_whose_change_is_compressed_with_error_feedback(mode):
     def make(channel):
         reducer = reduce.coded(channel, codec=top(0.5), form="gather")
-        return slowmo(adam(rate), reducer, N, rate, every=H, outer_learning_rate=0.8, outer_momentum=0.5)
+        return SlowMo(adam(rate), reducer, N, learning_rate=rate, every=H, outer_learning_rate=0.8, outer_momentum=0.5)
 
     path, state, _ = trajectory(make, mode)
     # The matrix and the vector share a bucket.
@@ -65,7 +64,14 @@ def test_slowmo_is_the_dense_reference_whose_change_is_compressed_with_error_fee
 def test_slowmo_around_gossip_is_the_dense_reference_with_fresh_moments(mode):
     def make(channel):
         options = dict(every=H, outer_learning_rate=0.8, outer_momentum=0.5, reset=True)
-        return slowmo_gossip(adam(rate), exact("ring")(channel), reduce.mean(channel), N, rate, **options)
+        return SlowMoGossip(
+            inner=adam(rate),
+            mixer=exact("ring")(channel),
+            reducer=reduce.mean(channel),
+            num_workers=N,
+            learning_rate=rate,
+            **options,
+        )
 
     path, _, method = trajectory(make, mode)
     close(path, dense_slowmo(0.8, 0.5, graph("ring").matrix(0), reset=True))
@@ -78,7 +84,7 @@ def test_slowmo_around_gossip_is_the_dense_reference_with_fresh_moments(mode):
 
 def test_slowmo_without_momentum_is_local_sgd():
     def make(channel):
-        return slowmo(optax.sgd(rate), reduce.mean(channel), N, rate, every=H, outer_momentum=0.0)
+        return SlowMo(optax.sgd(rate), reduce.mean(channel), N, learning_rate=rate, every=H, outer_momentum=0.0)
 
     def averaged(channel):
         return optim.DiLoCo(optax.sgd(rate), reduce.mean(channel), N, every=H, outer_learning_rate=1.0, outer_momentum=0.0)
@@ -191,12 +197,12 @@ def test_what_cannot_be_is_refused_in_one_line():
         ),
         (functools.partial(optim.GossipDiLoCo, mixer=control), "'gossip_diloco' .* known beforehand, got .*; use mixer 'exact'"),
         (functools.partial(optim.NoLoCo, mixer=control), "'noloco' .* known beforehand, got .*; use mixer 'exact'"),
-        (functools.partial(slowmo_gossip, mixer=push_sum, reducer=mean, num_workers=N, learning_rate=rate), "averages with equal"),
+        (functools.partial(SlowMoGossip, mixer=push_sum, reducer=mean, num_workers=N, learning_rate=rate), "with equal weights"),
         (
-            functools.partial(slowmo_gossip, mixer=control, reducer=mean, num_workers=N, learning_rate=rate),
-            "known beforehand; use mixer",
+            functools.partial(SlowMoGossip, mixer=control, reducer=mean, num_workers=N, learning_rate=rate),
+            "known beforehand, got mixer .*; use mixer",
         ),
     ):
         with pytest.raises(ValueError, match=message) as error:
-            make(optax.sgd(LR))
+            make(inner=optax.sgd(LR))
         assert "\n" not in str(error.value)

@@ -100,16 +100,22 @@ def test_compositions_that_do_not_fit_are_refused(argument, message):
 @pytest.mark.parametrize(
     "argument, named",
     [
-        ("method=slowmo_gossip(every=4),mixer=overlap_push_sum", "those of mixer 'overlap_push_sum' differ; use"),
+        (
+            "method=slowmo_gossip(every=4),mixer=overlap_push_sum",
+            "needs a mixer with equal weights, got mixer 'overlap_push_sum'; use",
+        ),
         ("method=gossip_diloco(every=4),mixer=overlap_push_sum", "need not see every step, got mixer 'overlap_push_sum'; use"),
-        ("method=tracking,mixer=delayed", "for which mixer 'delayed' is not made; use mixer 'exact' or 'beer'"),
-        ("method=gt_nsgdm,mixer=overlap_push_sum", "for which mixer 'overlap_push_sum' is not made; use mixer 'exact' or 'choco'"),
-        ("method=exact_diffusion,mixer=delayed", "that of mixer 'delayed' is not, .* method 'tracking' with mixer 'beer'$"),
-        ("method=exact_diffusion,mixer=overlap_push_sum", "that of mixer 'overlap_push_sum' is not"),
-        ("method=decentlam,mixer=push_sum", "which mixer 'push_sum' cannot follow; use mixer 'exact' or 'choco'$"),
+        ("method=tracking,mixer=delayed", "also mixes trackers, got mixer 'delayed'; use mixer 'exact' or 'beer'"),
+        ("method=gt_nsgdm,mixer=overlap_push_sum", "got mixer 'overlap_push_sum'; use mixer 'exact' or 'choco'"),
+        (
+            "method=exact_diffusion,mixer=delayed",
+            "mixing that is linear, .* got mixer 'delayed'; .* method 'tracking' with mixer 'beer'$",
+        ),
+        ("method=exact_diffusion,mixer=overlap_push_sum", "mixing that is linear, .* got mixer 'overlap_push_sum'"),
+        ("method=decentlam,mixer=push_sum", "got mixer 'push_sum'; use mixer 'exact' or 'choco'$"),
         (
             "method=decentlam,mixer=overlap_push_sum",
-            "method 'decentlam' mixes after its step, and mixer 'overlap_push_sum' is made to",
+            "method 'decentlam' needs a mixer that can mix after the step, got mixer 'overlap_push_sum'",
         ),
         ("mixer=overlap_push_sum,order=atc", "mixer 'overlap_push_sum' is made for order 'awc'; use that"),
         (

@@ -37,7 +37,9 @@ def trajectory(mode, inner, every=EVERY, steps=STEPS):
     w = workers(mode)
     with jax.enable_x64(True):
         channel = Channel(w.axis, seed=SEED)
-        method = subnetworks.ist(inner, reduce.mean(channel), N, channel, (("x", -1),), every=every)
+        method = subnetworks.IndependentSubnetworks(
+            inner, reduce.mean(channel), N, channel=channel, units=(("x", -1),), every=every
+        )
 
         def step(params, state, data, *, phase):
             a_PxP, b_P = data
@@ -87,7 +89,7 @@ def test_a_layer_with_fewer_units_than_workers_is_refused():
 
 
 def test_a_model_without_units_is_refused():
-    with pytest.raises(config.ConfigError, match="names none"):
+    with pytest.raises(config.ConfigError, match="needs a model with hidden units"):
         config.resolve(digits.get_config("method=ist,model=resnet"))
 
 

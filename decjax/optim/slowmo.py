@@ -6,24 +6,28 @@ With x₀ the parameters at the start of a block (the same on all workers), γ t
     x̄ = (1/N) Σ_i x_i;   u ← βu + (x₀ − x̄)/γ;   x₀ ← x₀ − αγu;   x_i ← x₀      in every H-th
 
 The base method is the optimizer alone, as in local SGD, or decentralized training with any mixer inside of a block. α = 1 and β = 0 is
-the base method with an exact average in every H-th step. The paper's γ is constant within a block.
+the base method with an exact average in every H-th step. The paper's γ is constant within a block. Without messages inside of a block
+it is BMUF (Chen and Huo 2016).
 
-Reference: Wang et al. 2020, arXiv 1910.00643, algorithm 1; without messages inside of a block it is BMUF (Chen and Huo 2016).
+Reference: Wang et al. 2020, arXiv 1910.00643, algorithm 1.
 """
 
-from collections.abc import Callable
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from decjax import gossip, reduce, registry
+from decjax import reduce
 from decjax.buckets import in_float32, of_floating
-from decjax.optim.decentralize import DecentralizeState
-from decjax.optim.memories import communicating, increment, init_memory, transformation, transient
-from decjax.optim.method import OldMethod, averaging, check_update, known_phase
+from decjax.optim.decentralize import Decentralized, DecentralizeState
+from decjax.optim.memories import communicating, increment, init_memory, transient
+from decjax.optim.method import KNOWN_AVERAGES, KNOWN_MESSAGES, Ordered, Reducing, Wrapping, check_update, known_phase
+from decjax.options import Count
+from decjax.registry import Requirement
+from decjax.typing import PyTree
 
 
 @communicating
@@ -41,119 +45,136 @@ class SlowMoState(NamedTuple):
     """
 
     step: jax.Array
-    inner: Any
-    anchor: Any
-    momentum: Any
-    mixer: Any
-    reducer: Any
+    inner: PyTree
+    anchor: PyTree
+    momentum: PyTree
+    mixer: PyTree
+    reducer: PyTree
 
 
-@registry.register(
-    "method",
-    "slowmo",
-    chooses=("reducer", "optimizer"),
-    messages="changes of H steps",
-    memory="2 copies",
-    source="arXiv 1910.00643",
-)
-def slowmo(
-    inner: optax.GradientTransformation,
-    reducer: reduce.Reducer,
-    num_workers: int,
-    learning_rate: Callable[[Any], Any],
-    *,
-    every: int = 12,
-    outer_learning_rate: float = 1.0,
-    outer_momentum: float = 0.6,
-    reset: bool = False,
-) -> OldMethod:
-    """SlowMo: H local steps, then one along a momentum of the workers' average changes.
+class Blocks(Reducing, Wrapping):
+    """Base of both methods; a subclass defines the steps inside of a block.
 
-        x̄ = (1/N) Σ_i x_i;     u ← βu + (x₀ − x̄)/γ;     x₀ ← x₀ − αγu;     x_i ← x₀
-
-    γ is the mean learning rate of the H steps. A worker sends what the reducer sends of an array of the parameters' size, once in H
-    steps; with a codec, the change x₀ − x_i is compressed, with error feedback. Any data; no graph.
-
-    Args:
+    Attributes:
+        learning_rate: by step.
         every: H, steps from one average to the next.
-        outer_learning_rate: α; 1: the momentum is applied as it is.
-        outer_momentum: β; with 0 and α = 1 it is local SGD.
-        reset: start the optimizer's moments anew after each average; false: they are kept, and stay with their worker.
-
-    Reference: Wang et al. 2020, arXiv 1910.00643, algorithm 1.
+        outer_learning_rate: α; 1: the momentum is applied unchanged.
+        outer_momentum: β; with 0 and α = 1 it is the base method with an average in every H-th step.
+        reset: restart the optimizer's moments after each average; false: they are kept, and stay with their worker.
     """
-    average = reduce.every(reducer, every)
-    form = SlowMo(inner, None, average, learning_rate, every, outer_learning_rate, outer_momentum, reset)
-    return averaging(form.transformation, average, num_workers)._replace(every=every)
 
+    memory = "2 copies"
 
-@dataclasses.dataclass(frozen=True)
-class SlowMo:
-    """The transformation of SlowMo, with or without a mixer (equations: `decjax.optim.slowmo`)."""
+    _: dataclasses.KW_ONLY
+    learning_rate: optax.Schedule
+    every: Count = 12
+    outer_learning_rate: float = 1.0
+    outer_momentum: float = 0.6
+    reset: bool = False
 
-    base: optax.GradientTransformation  # the optimizer, or `decentralize` around it
-    mixer: gossip.Mixer | None
-    reducer: reduce.Reducer
-    learning_rate: Callable[[Any], Any]
-    every: int
-    alpha: float
-    beta: float
-    reset: bool
-    optimizer: optax.GradientTransformation | None = None  # inside of `decentralize`
-
-    def phases(self, phase: int | None) -> tuple[Any, int | None]:
-        """The phases of the mixer and of the reducer."""
-        if self.mixer is None:
-            return None, reduce.due_phase(self.reducer, phase)
-        phase = known_phase(phase)
-        mixing, due = divmod(phase, len(self.reducer.phases))
-        return self.mixer.phases[mixing], self.reducer.phases[due]
-
-    @property
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        return transformation(self.init, self.update)
+    @functools.cached_property
+    def communicator(self):
+        return reduce.every(self.reducer, self.every)
 
     def init(self, params):
-        base: Any = self.base.init(params)
-        nothing = jax.tree.map(jnp.zeros_like, params)
-        inner, mixer = base[1:] if self.mixer else (base, ())  # Of a `DecentralizeState`, or without one.
-        anchor, reducer = jax.tree.map(jnp.copy, params), init_memory(self.reducer.init, params)
-        return SlowMoState(jnp.zeros((), jnp.int32), inner, anchor, nothing, mixer, reducer)
+        anchor, zeros = jax.tree.map(jnp.copy, params), jax.tree.map(jnp.zeros_like, params)
+        inner, memory = self.optimizer.init(params), init_memory(self.communicator.init, params)
+        return SlowMoState(jnp.zeros((), jnp.int32), inner, anchor, zeros, (), memory)
 
-    def update(self, grads, state, params: Any = None, *, phase=None, received=None, **extra):
-        check_update(params)
-        mixing, due = self.phases(phase)
-        base = optax.with_extra_args_support(self.base)
-        if self.mixer:
-            before = DecentralizeState(state.step, state.inner, state.mixer)
-            after: Any
-            updates, after = base.update(grads, before, params, phase=mixing, received=received, **extra)
-            state = state._replace(inner=after.inner, mixer=after.mixer)
-        else:
-            updates, inner = base.update(grads, state.inner, params, **extra)
-            state = state._replace(inner=inner)
+    def outer_step(self, updates: PyTree, state: SlowMoState, params: PyTree, due: int | None) -> tuple[PyTree, SlowMoState]:
+        """Return (updates, state) after a step of the base method, and at the end of a block the step along the momentum."""
         state = state._replace(step=increment(state.step))
         if due == reduce.SILENT:
             return updates, state
         change = jax.tree.map(jnp.subtract, state.anchor, optax.apply_updates(params, updates))
-        averaged, reducer_state = self.reducer.reduce(change, state.reducer, due)
-        state = self.outer_step(averaged, state)._replace(reducer=reducer_state)
-        return in_float32(jnp.subtract, state.anchor, params), state
-
-    def outer_step(self, change, state: SlowMoState) -> SlowMoState:
-        """The state after x₀ and u have moved by the average change, with fresh memories of what is not averaged."""
+        averaged, memory = self.communicator.reduce(change, state.reducer, due)
         steps = state.step - self.every + jnp.arange(self.every)
         rate = jnp.mean(jax.vmap(lambda step: jnp.asarray(self.learning_rate(step), float))(steps))
-        inverse = jnp.where(rate > 0, 1 / jnp.where(rate > 0, rate, 1), 0)  # At a rate of 0 nothing has changed.
+        per_rate = jnp.where(rate > 0, 1 / jnp.where(rate > 0, rate, 1), 0)  # At a rate of 0 nothing has changed.
+        momentum = of_floating(lambda u, d: self.outer_momentum * u + d * per_rate.astype(d.dtype), state.momentum, averaged)
+        anchor = of_floating(lambda x, u: x - self.outer_learning_rate * rate.astype(u.dtype) * u, state.anchor, momentum)
+        inner = _restarted(self.inner, state.inner, anchor) if self.reset else state.inner
+        return in_float32(jnp.subtract, anchor, params), state._replace(
+            inner=inner, anchor=anchor, momentum=momentum, reducer=memory
+        )
 
-        momentum = of_floating(lambda u, d: self.beta * u + d * inverse.astype(d.dtype), state.momentum, change)
-        anchor = of_floating(lambda x, u: x - self.alpha * rate.astype(u.dtype) * u, state.anchor, momentum)
-        mixer = self.mixer.restart(anchor, state.mixer) if self.mixer else state.mixer
-        inner = _afresh(self.optimizer or self.base, state.inner, anchor) if self.reset else state.inner
-        return state._replace(inner=inner, anchor=anchor, momentum=momentum, mixer=mixer)
 
-
-def _afresh(optimizer: optax.GradientTransformation, state: Any, params: Any) -> Any:
-    """An optimizer's initial state, but for the steps that its schedules have counted."""
+def _restarted(optimizer: optax.GradientTransformation, state: PyTree, params: PyTree) -> PyTree:
+    """Return an optimizer's initial state, except for the steps that its schedules have counted."""
     counts = lambda node: isinstance(node, optax.ScaleByScheduleState)
     return jax.tree.map(lambda old, new: old if counts(old) else new, state, optimizer.init(params), is_leaf=counts)
+
+
+class SlowMo(Blocks, name="slowmo"):
+    """SlowMo: H local steps, then one along a momentum of the workers' average changes.
+
+    Equations: `decjax.optim.slowmo`. A worker sends what the reducer sends of an array of the parameters' size, once in H steps; with a
+    codec, the change x₀ − x_i is compressed, with error feedback.
+    """
+
+    messages = "changes of H steps"
+
+    def update(self, grads, state, params, *, phase=None, received=None, **extra):
+        check_update(params)
+        due = reduce.due_phase(self.communicator, phase)
+        updates, inner = self.optimizer.update(grads, state.inner, params, **extra)
+        return self.outer_step(updates, state._replace(inner=inner), params, due)
+
+
+class SlowMoGossip(Blocks, Ordered, Wrapping, name="slowmo_gossip"):
+    """SlowMo around gossip: H steps of decentralized training, then one along a momentum of the workers' average changes.
+
+    As `slowmo`, with parameters mixed in every step. A worker sends the mixer's messages in every step, and once in H steps the
+    reducer's. The mixer's memory restarts after each average.
+    """
+
+    requires = (
+        Requirement("mixer", "a mixer with equal weights", lambda mixer: not mixer.weight, "use mixer 'exact' or 'choco'"),
+        KNOWN_MESSAGES,
+        KNOWN_AVERAGES,
+    )
+    messages = "parameters; changes of H steps"
+
+    @functools.cached_property
+    def base(self) -> Decentralized:
+        """The base method."""
+        return Decentralized(inner=self.inner, mixer=self.mixer, order=self.order)
+
+    @property
+    def replica_mixer(self):
+        return self.mixer
+
+    @property
+    def exchange(self):
+        mix = lambda params, state, phase: self.mixer.exchange(params, state.mixer, self._phases(phase)[0])
+        return mix if self.order == "awc" else None
+
+    def phase(self, step):
+        due = self.communicator.phase(step)
+        assert due is not None  # `KNOWN_AVERAGES`
+        return (self.mixer.phase(step) - self.mixer.phases.start) * len(self.communicator.phases) + self.communicator.phases.index(
+            due
+        )
+
+    def _phases(self, phase: int | None) -> tuple[int, int]:
+        """Return the phases of the mixer and of the reducer."""
+        mixing, due = divmod(known_phase(phase), len(self.communicator.phases))
+        return self.mixer.phases[mixing], self.communicator.phases[due]
+
+    def num_bytes(self, params, phase):
+        mixing, due = self._phases(phase)
+        return self.mixer.num_bytes(params, mixing) + self.communicator.num_bytes(params, self.num_workers, due)
+
+    def init(self, params):
+        before = self.base.init(params)
+        return super().init(params)._replace(inner=before.inner, mixer=before.mixer)
+
+    def update(self, grads, state, params, *, phase=None, received=None, **extra):
+        check_update(params)
+        mixing, due = self._phases(phase)
+        before = DecentralizeState(state.step, state.inner, state.mixer)
+        updates, after = self.base.update(grads, before, params, phase=mixing, received=received, **extra)
+        updates, state = self.outer_step(updates, state._replace(inner=after.inner, mixer=after.mixer), params, due)
+        if due == reduce.SILENT:
+            return updates, state
+        return updates, state._replace(mixer=self.mixer.restart(state.anchor, state.mixer))

@@ -9,6 +9,6 @@ uneven     local steps, of which slow workers take fewer
 
 from decjax.contrib.graphs.model import Graph, GraphModel, gcn
 from decjax.contrib.graphs.task import Nodes
-from decjax.contrib.graphs.uneven import tma
+from decjax.contrib.graphs.uneven import TMA
 
-__all__ = ["Graph", "GraphModel", "Nodes", "gcn", "tma"]
+__all__ = ["Graph", "GraphModel", "Nodes", "TMA", "gcn"]

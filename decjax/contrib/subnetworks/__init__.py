@@ -1,5 +1,5 @@
 """Independent subnetwork training: the method "ist"."""
 
-from decjax.contrib.subnetworks.method import SubnetworkState, ist
+from decjax.contrib.subnetworks.method import IndependentSubnetworks, SubnetworkState
 
-__all__ = ["SubnetworkState", "ist"]
+__all__ = ["IndependentSubnetworks", "SubnetworkState"]
