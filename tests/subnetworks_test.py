@@ -84,7 +84,7 @@ def test_every_unit_is_trained_once_a_round():
 
 
 def test_a_layer_with_fewer_units_than_workers_is_refused():
-    with pytest.raises(config.ConfigError, match="hidden units is fewer than workers=16"):
+    with pytest.raises(config.ConfigError, match="with workers=16: the hidden units of a layer=.* must be at least 16"):
         config.resolve(quadratics.get_config("method=ist,smoke"))
 
 

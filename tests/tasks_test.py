@@ -130,7 +130,7 @@ def test_every_model_is_of_a_task():
         ("images", "mlp", dict(validation=1.0), "validation=1.0 must be more than 0 and less than 1"),
         ("images", "mlp", dict(partition="dirichlet(alpha=0)"), "alpha=0 must be more than 0"),
         ("clicks", "dlrm", dict(tables="9,x"), "tables='9,x' must read like '1000,50'"),
-        ("clicks", "dlrm", dict(tables="9,0"), "a feature has at least 1 category"),
+        ("clicks", "dlrm", dict(tables="9,0"), "the fewest categories of a feature=0 must be at least 1"),
         ("clicks", "dlrm", dict(skew=float("nan")), "skew=nan must"),
         ("clicks", "dlrm", dict(validation=0), "validation=0 must be at least 1 and"),
         ("quadratics", None, dict(dimension=0), "dimension=0 must be at least 1 and at most 1000000"),

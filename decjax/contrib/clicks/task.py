@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from decjax.contrib.clicks.model import ClickModel
-from decjax.options import Range
+from decjax.options import Count, Range, check
 from decjax.tasks.task import Data, Task, spaced
 from decjax.typing import PyTree
 
@@ -129,14 +129,13 @@ class Clicks(Task, name="clicks"):
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """V_t, rows of each table."""
+        what = f"task tables={self.tables!r}"
         try:
             sizes = tuple(int(size) for size in self.tables.split(","))
         except ValueError:
-            raise ValueError(
-                f"task tables={self.tables!r} must read like '1000,50', the number of categories of each feature"
-            ) from None
-        if min(sizes) < 1 or sum(sizes) > LARGEST:
-            raise ValueError(f"task tables={self.tables!r}: a feature has at least 1 category, and all together at most {LARGEST}")
+            raise ValueError(f"{what} must read like '1000,50', the number of categories of each feature") from None
+        check(f"{what}: the fewest categories of a feature", min(sizes), Count)
+        check(f"{what}: all categories together", sum(sizes), Annotated[int, Range(1, LARGEST)])
         return sizes
 
     @functools.cached_property

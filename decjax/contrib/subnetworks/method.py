@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 import functools
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import optax
 from decjax.channel import Channel
 from decjax.optim.local_updates import LocalUpdates
 from decjax.optim.memories import increment
+from decjax.options import Range, check
 from decjax.registry import Requirement
 from decjax.typing import PyTree
 
@@ -89,11 +90,9 @@ class IndependentSubnetworks(LocalUpdates, name="ist"):
 
         def init(params):
             for path, x in jax.tree_util.tree_leaves_with_path(params):
-                if (axis := self._axis(path)) is not None and x.shape[axis] < self.num_workers:
-                    raise ValueError(
-                        f"method 'ist': a layer of {x.shape[axis]} hidden units is fewer than workers={self.num_workers}; use a wider "
-                        "layer or fewer workers"
-                    )
+                if (axis := self._axis(path)) is not None:
+                    what = f"method 'ist' with workers={self.num_workers}: the hidden units of a layer"
+                    check(what, x.shape[axis], Annotated[int, Range(self.num_workers)])
             return SubnetworkState(jnp.zeros((), jnp.int32), inner.init(params))
 
         def update(updates, state, params=None, **extra):
