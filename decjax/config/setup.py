@@ -15,7 +15,7 @@ from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.config.spec import Averaging, Choice, RunSpec
 from decjax.errors import ConfigError, config_errors
-from decjax.optim.method import Method, OldMethod
+from decjax.optim.method import Method
 from decjax.pipeline import autoencoder
 from decjax.pipeline import source as source_lib
 from decjax.registry import of_field
@@ -184,7 +184,7 @@ def make_source(
 
 def _method(
     spec: RunSpec, axis: mesh.Axis, source: source_lib.Source, learning_rate: optax.Schedule, units: Sequence[tuple[str, int]]
-) -> tuple[Any, topology_lib.Topology | None]:
+) -> tuple[Method, topology_lib.Topology | None]:
     channel = Channel(axis, spec.bucket_bytes, spec.seed, pipeline.tied_tables(source.division))
     peak = spec.schedule.options.get("learning_rate", 1.0)
     clip = optim.clip_by_global_norm(spec.clip_norm, source.norm) if spec.clip_norm else optax.identity()
@@ -209,9 +209,6 @@ def _method(
         reducer = make_reducer(spec.reducer, spec.averaging, channel, spec.pipeline.stages, source.division)
         context["reducer"] = source.averaging(reducer)
     method = _make("method", spec.method, **context)
-    if isinstance(method, OldMethod):
-        own = method.num_bytes
-        return method._replace(num_bytes=lambda params, phase: own(params, phase) + source.num_bytes), topology
     return _WithSource(method, source.num_bytes) if source.num_bytes else method, topology
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import typing
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -259,66 +259,3 @@ WARM = Requirement(
     lambda reducer: len(reducer.phases) > 1 and reducer.phases[0] == reduce.BEFORE,
     "give reducer.start of at least 1, or reduce.start_at(…)",
 )
-
-
-def check_mixes_after(what: str, mixer: gossip.Mixer) -> None:
-    """Raises a ValueError for a mixer that is not made for order "atc", with a method, `what`, that has no other."""
-    if "atc" not in mixer.orders:
-        raise ValueError(f"{what} mixes after its step, and {mixer} is made to mix before it; use mixer 'exact' or 'choco'")
-
-
-def check_phase_is_known(what: str, mixer: gossip.Mixer) -> None:
-    """Raises a ValueError for a mixer that decides as it runs how much it sends, with a method, `what`, that has to know."""
-    if mixer.usage:
-        raise ValueError(f"{what} needs a mixer whose messages are known beforehand; use mixer 'exact' instead of {mixer}")
-
-
-# -- Until all methods are classes ------------------------------------------------------------------------------------
-
-
-class OldMethod(NamedTuple):
-    """A method as a record of functions."""
-
-    tx: optax.GradientTransformationExtraArgs
-    phase: Callable[[int], int | None]
-    num_bytes: Callable[[Any, int | None], np.ndarray]
-    exchange: Callable[[Any, Any, int], Any] | None = None
-    usage: Callable[[Any], jax.Array] | None = None
-    phases: range = range(0)
-    mixer: gossip.Mixer | None = None
-    every: int = 1
-    view: Callable[[Any, Any], Any] | None = None
-    between_steps: Callable[[mesh.Workers], Hook] | None = None
-
-    @property
-    def replica_mixer(self) -> gossip.Mixer | None:
-        return self.mixer
-
-
-Method.register(OldMethod)
-
-
-def mixing(form: Any, mixer: gossip.Mixer, exchange: Callable[[Any, Any, int], Any] | None = None) -> OldMethod:
-    """The method of an object with `init` and `update` that sends what a mixer sends; `exchange` as in `Method`."""
-    return mixed(transformation(form.init, form.update), mixer, exchange)
-
-
-def mixed(tx: optax.GradientTransformationExtraArgs, mixer: gossip.Mixer, exchange: Any, every: int = 1) -> OldMethod:
-    num_bytes: Any = mixer.num_bytes
-    of = mixer.usage
-    usage = of and (lambda opt_state: of(opt_state.mixer))
-    return OldMethod(tx, mixer.phase, num_bytes, exchange, usage, mixer.phases, mixer, every)
-
-
-def averaging(tx: Any, reducer: reduce.Reducer, num_workers: int) -> OldMethod:
-    """The method of a transformation whose communication is a reducer's."""
-    steps, own = reducer.usage, reducer.between_steps
-    usage = steps and (lambda opt_state: steps(opt_state.reducer))
-    num_bytes = lambda params, phase: reducer.num_bytes(params, num_workers, phase)
-
-    def between_steps(workers):
-        assert own is not None
-        hook = own(workers, lambda step: step)
-        return lambda opt_state, loss_N, step: opt_state._replace(reducer=hook(opt_state.reducer, loss_N, step))
-
-    return OldMethod(tx, reducer.phase, num_bytes, usage=usage, phases=reducer.phases, between_steps=own and between_steps)
