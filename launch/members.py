@@ -118,7 +118,7 @@ def sweep_of(module: types.ModuleType, path: str, argument: str) -> str:
         (text is not None, f"no --sweep is given and {path} defines none", fix),
         (isinstance(text, str), f"the sweep of {path} is {registry.shown(text)}", "it must be a text such as 'seed=0,1'"),
     )
-    return text
+    return str(text)
 
 
 def check_apart(config: str, swept: dict[str, list[str]], extra: list[str]) -> None:
