@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decjax import reduce
+from decjax import gossip, reduce
 from decjax.buckets import in_float32, of_floating
 from decjax.optim.decentralize import Decentralized, DecentralizeState
 from decjax.optim.memories import communicating, increment, init_memory, transient
-from decjax.optim.method import KNOWN_AVERAGES, KNOWN_MESSAGES, Ordered, Reducing, Wrapping, check_update, known_phase
+from decjax.optim.method import KNOWN_AVERAGES, KNOWN_MESSAGES, Order, Reducing, Wrapping, check_order, check_update, known_phase
 from decjax.options import Count
 from decjax.registry import Requirement
 from decjax.typing import PyTree
@@ -121,12 +121,20 @@ class SlowMo(Blocks, name="slowmo"):
         return self.outer_step(updates, state._replace(inner=inner), params, due)
 
 
-class SlowMoGossip(Blocks, Ordered, Wrapping, name="slowmo_gossip"):
+class SlowMoGossip(Blocks, name="slowmo_gossip"):
     """SlowMo around gossip: H steps of decentralized training, then one along a momentum of the workers' average changes.
 
     As `slowmo`, with parameters mixed in every step. A worker sends the mixer's messages in every step, and once in H steps the
     reducer's. The mixer's memory restarts after each average.
+
+    Attributes:
+        mixer: what is exchanged in every step, and how.
+        order: "awc" mixes before the step, so that the exchange overlaps with the gradient; "atc" mixes after the step.
     """
+
+    mixer: gossip.Mixer
+    _: dataclasses.KW_ONLY
+    order: Order = "awc"
 
     requires = (
         Requirement("mixer", "a mixer with equal weights", lambda mixer: not mixer.weight, "use mixer 'exact' or 'choco'"),
@@ -134,6 +142,10 @@ class SlowMoGossip(Blocks, Ordered, Wrapping, name="slowmo_gossip"):
         KNOWN_AVERAGES,
     )
     messages = "parameters; changes of H steps"
+
+    def check_requirements(self, *more: Requirement) -> None:
+        super().check_requirements(*more)
+        check_order(self.mixer, self.order)
 
     @functools.cached_property
     def base(self) -> Decentralized:

@@ -194,9 +194,9 @@ class DividedTables(Source, name="divided_tables"):
         _ = self.bounds_2xT, self.num_bytes  # They refuse impossible values.
 
     @staticmethod
-    def check(spec: RunSpec) -> None:
+    def check(spec: object) -> None:
         """Raise a ValueError unless only the gradients of a table's rows change it."""
-        assert spec.source
+        assert isinstance(spec, RunSpec) and spec.source
         options, method, optimizer = spec.source.options, spec.method, spec.optimizer
         if method.name != "allreduce" or method.options.get("stale"):
             what = "stale" if method.options.get("stale") else f"method {method.name!r}"
@@ -245,7 +245,7 @@ class DividedTables(Source, name="divided_tables"):
         """(N, P, values of a table slot for one worker)."""
         return self.num_workers, self.shares.slots, self.batch_size * self.task.width
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> float:
         vectors = sum(link.num_bytes(*self._message) for link in self.links)
         norm = mesh.mean_bytes(1, jnp.float32, self.num_workers) if self.clips else 0
