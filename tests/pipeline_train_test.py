@@ -116,7 +116,7 @@ def test_split_exchanges_take_the_same_steps(launch, reference):
 def test_another_number_of_pipelines(launch, reference, tmp_path):
     target, outcome = launch(f"{GOSSIP.replace('workers=4', 'workers=2')},{PIPELINE}", resume_from=reference, steps=STEPS + 4)
     assert outcome.step == STEPS + 4 and losses(target)[-1] < losses(reference)[0]
-    with pytest.raises(train.CheckpointError, match="stages=2 there, 4 here.*start with the same"):
+    with pytest.raises(train.CheckpointError, match="stages: 2 there, 4 here.*start with the same"):
         launch(
             f"{GOSSIP.replace('workers=4', 'workers=2')},stages=4,microbatches=4,tied",
             resume_from=reference,
