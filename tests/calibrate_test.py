@@ -82,8 +82,8 @@ def test_all_parts_of_a_step_run_again_and_again():
     actions = measure.step_actions(setup) | measure.codec_actions(setup)
     assert set(actions) == {"forward", "gradient", "optimizer", *measure.CODECS}
     told = []
-    times_s = measure.take_rounds(
-        measure.Stopwatch(setup.workers), actions, 0.0, None, lambda done, total: told.append((done, total))
+    times_s = timing.take_rounds(
+        timing.Stopwatch(setup.workers), actions, 0.0, None, lambda done, total: told.append((done, total))
     )
     assert told == [(1, 3), (2, 3), (3, 3)]
     steps = times_s.pop("gradient").shape[1]
