@@ -119,7 +119,7 @@ def simulated(launch):
 
 def test_mapped_workers_start_and_train_as_simulated_ones(prepare, simulated):
     mapped = prepare(f"method=allreduce,workers=2,{NARROW}", **FIELDS)
-    assert all((x[0] == x[1]).all() for x in jax.tree.leaves(mapped.workers.fetch(mapped.state.params)))
+    assert all((x[0] == x[1]).all() for x in jax.tree.leaves(mapped.trainer.workers.fetch(mapped.state.params)))
     mapped.train()
     np.testing.assert_allclose(losses(mapped.workdir), losses(simulated), rtol=1e-4)
 
