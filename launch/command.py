@@ -147,7 +147,7 @@ def folder(option: str, text: str) -> pathlib.Path:
     """Check that a directory can be written or created, without creating it; return its path."""
     path = pathlib.Path(text)
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.exists(parent))
-    reason = _why_not_writable(existing) if existing.is_dir() else f"{existing} is not a directory"
+    reason = _why_invalid(path) or (_why_not_writable(existing) if existing.is_dir() else f"{existing} is not a directory")
     return _checked(option, text, reason, f"choose a --{option}, such as runs/lm")
 
 
@@ -160,15 +160,15 @@ def output(option: str, text: str, figure: bool = False) -> pathlib.Path:
         if (suffix := path.suffix[1:].lower()) not in (suffixes := backend_bases.FigureCanvasBase.filetypes):
             problem = f"a figure cannot be of type {suffix!r}" if suffix else "a figure needs a file type, as in plan.png"
             refuse(f"--{option}={text!r}: {problem}", f"use one of {', '.join(sorted(suffixes))}")
-    reason = "it is a folder" if path.is_dir() else _why_not_writable(path.parent)
+    reason = _why_invalid(path) or ("it is a folder" if path.is_dir() else _why_not_writable(path.parent))
     return _checked(option, text, reason, "give the path of a file, or leave it out")
 
 
 def _checked(option: str, text: str, reason: str, if_empty: str) -> pathlib.Path:
-    """Return the path of an option; refuse one that is empty, invalid, or that cannot be written for a reason."""
+    """Return the path of an option; refuse one that is empty, or that cannot be written for a reason."""
     if not text.strip():
         refuse(f"--{option} is empty", if_empty)
-    if reason := _why_invalid(pathlib.Path(text)) or reason:
+    if reason:
         refuse(f"--{option}={text!r} cannot be written ({reason})", f"choose another --{option}")
     return pathlib.Path(text)
 

@@ -308,7 +308,7 @@ class CodedBoundary(registry.Part, Boundary, kind="boundary"):
             has a link without uncompressed messages.
 
     Example:
-        >>> boundary = coded(codecs.low_rank(rank=16))
+        >>> boundary = CodedBoundary(codecs.low_rank(rank=16))
     """
 
     backward: codecs.Codec | None = None
