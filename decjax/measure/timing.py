@@ -66,7 +66,9 @@ def take_rounds(
     Args:
         watch: a stopwatch of the workers.
         actions: what is timed; "gradient" is repeated within a round.
-        seconds, rounds, note: see `measure`.
+        seconds: duration from which R follows.
+        rounds: R; None: derived from `seconds`.
+        note: called with (rounds done, R) after each round.
     """
     for action in actions.values():
         watch.time(action)  # The first call compiles.
