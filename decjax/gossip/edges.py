@@ -7,7 +7,6 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.sparse import csgraph
 
 from decjax import buckets, codecs
 from decjax.buckets import is_floating, wide_dtype
@@ -315,6 +314,8 @@ def _union(topology: Topology) -> np.ndarray:
 
 def _distances(edges_NxN: np.ndarray) -> np.ndarray:
     """Return the number of edges on the shortest path from worker i to j, [N, N]; infinity if there is none."""
+    from scipy.sparse import csgraph  # Importing it takes a quarter of a second, which every command would take.
+
     return csgraph.shortest_path(edges_NxN, unweighted=True)
 
 

@@ -8,16 +8,18 @@ for evaluation they are averaged like the parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar
 import zlib
 
 import jax
 import numpy as np
 
 from decjax import registry
-from decjax.models import Parts
 from decjax.options import Range
 from decjax.typing import PyTree
+
+if TYPE_CHECKING:  # Importing Flax takes half a second, and most commands need no model.
+    from decjax.models import Parts
 
 T = TypeVar("T")
 HeldOut = Annotated[float, Range(0, 1, above=True, below=True)]  # share of examples that are for validation
@@ -115,7 +117,7 @@ class Task(registry.Part, kind="task"):
         return 1
 
     @property
-    def parts(self) -> Parts | None:
+    def parts(self) -> "Parts | None":
         """The model split up for pipelines; None if it cannot be divided."""
         return self._of_model("parts", None)
 
