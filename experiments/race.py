@@ -122,7 +122,7 @@ def draw(path: str, found: Mapping[str, Result], title: str, unit: str) -> None:
 
     Methods without a forecast are dashed; a dot marks where a method reaches all-reduce's final loss.
     """
-    caption = f"{title}\ndots and legend: when each method comes to the loss that all-reduce ends with, and stays below it"
+    caption = f"{title}\ndots and legend: when each method reaches the final loss of all-reduce and stays below it"
     first = next(iter(found.values())).runs
     top, end_s = max(run[0].loss for run in first), max(run[-1].time_s for run in first)
     with script.panels(path, len(first), (5.5 * len(first), 4.5), caption) as axes:

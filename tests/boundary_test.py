@@ -24,7 +24,7 @@ SEND = {
 
 
 class Ends:
-    """Both ends of a link in one state, without a pipeline: a message is received as soon as it is sent."""
+    """Both ends of a link in one state, without a pipeline: a message is received immediately."""
 
     def __init__(self, boundary, dtype="float32"):
         self.like = jax.ShapeDtypeStruct((B, T, D), dtype)

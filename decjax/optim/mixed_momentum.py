@@ -4,6 +4,7 @@ The difference x − x⁺ between the parameters before and after a step also co
 different data stay close together, unlike those of the workers' own gradients.
 """
 
+import abc
 from collections.abc import Callable
 import dataclasses
 import functools
@@ -96,13 +97,13 @@ class QuasiGlobal(MixedMomentum, Ordered):
         after = state._replace(step=increment(state.step), inner=inner, mixer=memory)
         return moved, self.remember(after, moved, rate)
 
+    @abc.abstractmethod
     def step(self, grads: PyTree, state: MixedMomentumState, params: PyTree, rate: jax.Array) -> PyTree:
         """Return the worker's own step."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def remember(self, state: MixedMomentumState, moved: PyTree, rate: jax.Array) -> MixedMomentumState:
         """Return the state with the moments after the mixed step."""
-        raise NotImplementedError
 
 
 class QGDSGDm(QuasiGlobal, name="qg_dsgdm"):

@@ -1,5 +1,6 @@
 """0/1 Adam: 1-bit momenta, a variance that is refreshed ever more rarely, and local steps."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -103,7 +104,7 @@ class ZeroOneAdam(Reducing, name="zero_one_adam"):
         alone = step - self.start
         return SYNC - 1 if (alone + 1) % min(self.local_steps, 2 ** min(alone // self.doubling, 30)) == 0 else reduce.SILENT
 
-    @property
+    @functools.cached_property
     def start(self) -> int:
         """The first step with a frozen variance."""
         first, last = 0, 1

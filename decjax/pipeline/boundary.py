@@ -428,7 +428,7 @@ def _with(state: PyTree, kind: str, **ends: PyTree) -> PyTree:
 
 
 def _as_matrix(codec: codecs.Codec) -> codecs.Codec:
-    """The codec applied to B×T×D as the matrix I×J = (B·T)×D, and to vectors as they are."""
+    """The codec applied to B×T×D as the matrix I×J = (B·T)×D; vectors keep their shape."""
     return codecs.Reshaped(codec, lambda shape, dtype: (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else shape)
 
 

@@ -11,7 +11,7 @@ from decjax import mesh
 from decjax.pipeline.source import Measure
 from decjax.typing import PyTree
 
-WEIGHT = "weight of examples"  # an entry beside the task's metrics
+WEIGHT = "weight of examples"  # an entry next to the task's metrics
 
 
 class Evaluation(NamedTuple):
