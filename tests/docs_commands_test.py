@@ -312,18 +312,18 @@ def test_python_of_the_docs_runs():
     scope = {"config": lm.get_config("optimizer=sgdm")}
     exec(python_blocks("configs.md")[1], scope)
     assert scope["config"].optimizer.momentum == 0.95
-    exec(python_blocks("compression.md")[0], scope)
+    exec(python_blocks("guides/compression.md")[0], scope)
     assert scope["reducer"].phase(29) != scope["reducer"].phase(28)
 
 
 @pytest.mark.parametrize("kind", ["mixer", "reducer", "codec"])
 def test_every_part_that_makes_messages_is_told(kind):
     names = [name for name in registry.names(kind) if registry.part(kind, name).factory.__module__.startswith("decjax.")]
-    assert names and [name for name in names if not re.search(rf"`{name}\b", docs("compression.md"))] == []
+    assert names and [name for name in names if not re.search(rf"`{name}\b", docs("guides/compression.md"))] == []
 
 
 def test_every_key_of_the_shorthand_is_told():
-    told = docs("configs.md") + docs("pipelines.md")
+    told = docs("configs.md") + docs("guides/pipelines.md")
     assert [key for key in shorthand.keys(lm.OWN) if not re.search(rf"`{key}[=`]", told)] == []
 
 

@@ -180,7 +180,7 @@ def test_a_step_may_return_numbers_of_python_and_be_numbered_by_an_array(workers
 
 
 def test_the_code_of_the_guides_trains_both_kinds_of_workers(workers):
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "compression.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "guides/compression.md").read_text(), re.DOTALL)
     scope = {}
     exec(code.replace("30)", "2)"), scope)
     found = trained(workers, scope["tx"], scope["reducer"], steps=2)
