@@ -301,11 +301,11 @@ def part(kind: str, name: str) -> Entry:
     """Return the part of that kind and name; a ValueError if there is none."""
     _search(kind)
     if isinstance(name, str) and name not in _parts[kind]:
+        if kind in _fallbacks and (factory := _fallbacks[kind][0](name)):
+            return Entry(kind, name, factory, {})
         _search_contrib()
     if isinstance(name, str) and name in _parts[kind]:
         return _parts[kind][name]
-    if isinstance(name, str) and kind in _fallbacks and (factory := _fallbacks[kind][0](name)):
-        return Entry(kind, name, factory, {})
     raise ValueError(
         f"{kind} {shown(name)} is unknown; use one of {', '.join(_parts[kind])}" + (" or an optax optimizer" * (kind in _fallbacks))
     )
