@@ -49,7 +49,6 @@ from decjax.optim import (
     local_updates,
     make_step,
     synchronize,
-    track,
 )
 
 __all__ = [
@@ -73,7 +72,6 @@ __all__ = [
     "schedules",
     "synchronize",
     "topology",
-    "track",
 ]
 
 

@@ -13,6 +13,7 @@ import pytest
 from decjax import codecs, gossip, mesh, optim, reduce
 from decjax import topology as topology_lib
 from decjax.channel import Channel
+from decjax.contrib import corrections, outer
 from decjax.pipeline import stateless
 from decjax.program import jaxpr
 from decjax.train import engine
@@ -55,7 +56,7 @@ def compressed(inner, make, name):
 
 
 def beer(inner):
-    return optim.Tracking(inner, gossip.beer(topology_lib.make("ring", N), codec=codecs.make("int8")))
+    return corrections.Tracking(inner, gossip.beer(topology_lib.make("ring", N), codec=codecs.make("int8")))
 
 
 def every_other(inner):
@@ -96,7 +97,7 @@ METHODS = {
     "DCD": lambda: compressed(optax.sgd(LR), gossip.dcd, "ring"),
     "BEER": lambda: beer(optax.sgd(LR)),
     "stale all-reduce": lambda: stale_allreduce(optax.adamw(LR)),
-    "streaming": lambda: optim.StreamingDiLoCo(optax.adamw(LR), reduce.mean(), N, every=4, fragments=2, delay=2),
+    "streaming": lambda: outer.StreamingDiLoCo(optax.adamw(LR), reduce.mean(), N, every=4, fragments=2, delay=2),
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 from decjax import gossip, optim
 from decjax import topology as topology_lib
 from decjax.channel import Channel
+from decjax.contrib import corrections
 from decjax.train import state as state_lib
 from tests.quadratics import LR, MODES, STEPS, X0, B, H, N, P, flat, mixed, mixers, scanned, tree, workers
 from tests.stand_ins import four_bits
@@ -56,7 +57,7 @@ def test_push_sum_damps_its_own_weights():
     with pytest.raises(ValueError, match="with its own gamma"):
         gossip.damp(mixer, 0.5)
     with pytest.raises(ValueError, match="use mixer 'exact' or 'beer'"):
-        optim.track(optax.sgd(LR), mixer)
+        corrections.track(optax.sgd(LR), mixer)
 
 
 # -- Replicas replaced by their average ----------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import decjax
 from decjax import gossip, mesh, optim, reduce, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
+from decjax.contrib import corrections, onebit, outer
 from decjax.contrib.gravac import gravac
-from decjax.optim.slowmo import SlowMo
 
 N, DIM, STEPS, LR = 4, 3, 6, 0.05
 MODES = ("devices", "simulated")
@@ -94,7 +94,7 @@ def test_onebit_adam_leaves_integers_alone(mode):
     w = workers(mode)
     compressing = reduce.coded(Channel(w.axis), codec="int8")
     reducer = reduce.start_at(compressing, 2, reduce.mean(Channel(w.axis)))
-    tx = optax.chain(optim.scale_by_onebit_adam(reducer), optax.scale_by_learning_rate(LR))
+    tx = optax.chain(onebit.scale_by_onebit_adam(reducer), optax.scale_by_learning_rate(LR))
     params = w.stack({"count": jnp.int32(7), "x": jnp.ones(DIM)})
     state = w.jit(tx.init, (0,))(params)
 
@@ -124,11 +124,11 @@ def transformations(axis):
         "decentralize": decjax.decentralize(optax.adam(LR), choco),
         "decentralize, power": decjax.decentralize(optax.adam(LR), gossip.power_gossip(RING, channel, rank=1)),
         "decentralize, exact": decjax.decentralize(optax.adam(LR), gossip.exact(RING, channel)),
-        "track": decjax.track(optax.adam(LR), choco),
+        "track": corrections.track(optax.adam(LR), choco),
         "synchronize": decjax.synchronize(optax.adam(LR), powersgd, stale=True),
         "synchronize, gravac": decjax.synchronize(optax.adam(LR), gravac(channel, ladder="int8")),
         "local_updates": decjax.local_updates(optax.adam(LR), reduce.every(coded, 2), optax.sgd(1.0, momentum=0.9)),
-        "onebit": optim.scale_by_onebit_adam(late),
+        "onebit": onebit.scale_by_onebit_adam(late),
     }
 
 
@@ -202,14 +202,14 @@ def test_steps_are_not_left_out_from_outside():
     for tx, name in (
         (decjax.decentralize(optax.sgd(LR), mixer), "DecentralizeState"),
         (optax.chain(optax.clip(1.0), decjax.synchronize(optax.sgd(LR), reduce.mean())), "SynchronizeState"),
-        (decjax.track(optax.sgd(LR), mixer), "TrackState"),
+        (corrections.track(optax.sgd(LR), mixer), "TrackState"),
         (decjax.local_updates(optax.sgd(LR), reduce.every(reduce.mean(), 2), optax.sgd(1.0)), "LocalUpdatesState"),
-        (optim.scale_by_onebit_adam(reduce.start_at(reduce.mean(), 1, reduce.mean())), "OnebitAdamState"),
-        (SlowMo(optax.sgd(LR), reduce.mean(), N, learning_rate=lambda step: LR).tx, "SlowMoState"),
-        (optim.GossipDiLoCo(optax.sgd(LR), mixer).tx, "GossipOuterState"),
-        (optim.StreamingDiLoCo(optax.sgd(LR), reduce.mean(), N, fragments=1).tx, "StreamingState"),
+        (onebit.scale_by_onebit_adam(reduce.start_at(reduce.mean(), 1, reduce.mean())), "OnebitAdamState"),
+        (outer.SlowMo(optax.sgd(LR), reduce.mean(), N, learning_rate=lambda step: LR).tx, "SlowMoState"),
+        (outer.GossipDiLoCo(optax.sgd(LR), mixer).tx, "GossipOuterState"),
+        (outer.StreamingDiLoCo(optax.sgd(LR), reduce.mean(), N, fragments=1).tx, "StreamingState"),
         (
-            optim.ZeroOneAdam(
+            onebit.ZeroOneAdam(
                 reduce.start_at(reduce.mean(), 1, reduce.mean()), N, learning_rate=lambda step: LR, clip=optax.identity()
             ).tx,
             "ZeroOneAdamState",

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from decjax import gossip, optim, reduce, topology
-from decjax.optim.slowmo import SlowMo, SlowMoGossip
+from decjax.contrib.outer import GossipDiLoCo, NoLoCo, SlowMo, SlowMoGossip
 from tests import outer
 from tests.outer import LR, START, STEPS, X0, Adam, N, adam, diloco, gradients, graph, trajectory
 from tests.stand_ins import dense_top, top
@@ -114,7 +114,7 @@ def dense_gossip(W_of, eta, mu):
 @pytest.mark.parametrize("mode", MODES)
 def test_gossip_diloco_is_the_dense_reference_on_a_graph_that_moves(mode):
     rounds = graph("one_peer_exponential")
-    make = lambda channel: optim.GossipDiLoCo(adam(LR), gossip.exact(rounds, channel), every=H)
+    make = lambda channel: GossipDiLoCo(adam(LR), gossip.exact(rounds, channel), every=H)
     path, _, method = trajectory(make, mode)
     close(path, dense_gossip(lambda r: rounds.matrix(r % rounds.period), 0.7, 0.9))
     one = outer.tree(X0)
@@ -122,7 +122,7 @@ def test_gossip_diloco_is_the_dense_reference_on_a_graph_that_moves(mode):
 
 
 def test_gossip_diloco_on_the_complete_graph_is_diloco():
-    path, _, _ = trajectory(lambda channel: optim.GossipDiLoCo(adam(LR), exact("complete")(channel), every=H))
+    path, _, _ = trajectory(lambda channel: GossipDiLoCo(adam(LR), exact("complete")(channel), every=H))
     close(path, diloco(H, 0.7, 0.9))
     same = lambda channel: optim.DiLoCo(adam(LR), reduce.mean(channel), N, every=H)
     close(path, trajectory(same)[0], 1e-13)
@@ -130,7 +130,7 @@ def test_gossip_diloco_on_the_complete_graph_is_diloco():
 
 def test_an_outer_step_of_rate_one_is_local_sgd_with_gossip():
     options = dict(every=H, outer_learning_rate=1.0, outer_momentum=0.0)
-    path, _, _ = trajectory(lambda channel: optim.GossipDiLoCo(optax.sgd(LR), exact("ring")(channel), **options))
+    path, _, _ = trajectory(lambda channel: GossipDiLoCo(optax.sgd(LR), exact("ring")(channel), **options))
     gossiping = lambda channel: optim.Decentralized(optax.sgd(LR), exact("ring")(channel), order="atc", every=H)
     close(path, trajectory(gossiping)[0], 1e-14)
 
@@ -142,7 +142,7 @@ def test_noloco_is_the_dense_reference_and_with_all_in_a_pair_diloco(name):
 
     def make(channel):
         options = dict(every=H, outer_learning_rate=beta, outer_momentum=alpha, pull=gamma)
-        return optim.NoLoCo(adam(LR), gossip.exact(rounds, channel), **options)
+        return NoLoCo(adam(LR), gossip.exact(rounds, channel), **options)
 
     path, _, method = trajectory(make)
     direction, x, phi, delta, expected = Adam(), START, START, 0.0, [START]
@@ -164,11 +164,11 @@ def test_a_mixer_with_a_memory_may_be_the_outer_average():
     """CHOCO mixes the parameters of outer steps; equal workers stay equal, and others move about as they do without a codec."""
     choco = lambda channel: gossip.choco(graph("ring"), channel, codec=top(0.5))
     options = dict(every=H, outer_learning_rate=0.7, outer_momentum=0.0)
-    make = lambda build: lambda channel: optim.GossipDiLoCo(optax.sgd(0.0), build(channel), **options)
+    make = lambda build: lambda channel: GossipDiLoCo(optax.sgd(0.0), build(channel), **options)
     path, _, _ = trajectory(make(choco))
     close(path, np.broadcast_to(START, path.shape), 1e-12)  # equal workers stay equal
-    path, state, _ = trajectory(lambda channel: optim.GossipDiLoCo(optax.sgd(LR), choco(channel), **options))
-    plain, _, _ = trajectory(lambda channel: optim.GossipDiLoCo(optax.sgd(LR), exact("ring")(channel), **options))
+    path, state, _ = trajectory(lambda channel: GossipDiLoCo(optax.sgd(LR), choco(channel), **options))
+    plain, _, _ = trajectory(lambda channel: GossipDiLoCo(optax.sgd(LR), exact("ring")(channel), **options))
     assert np.abs(path[-1].mean(axis=0) - plain[-1].mean(axis=0)).max() < 0.1 and path.shape == plain.shape
     assert isinstance(state.mixer, gossip.CompressedState)
 
@@ -177,26 +177,26 @@ def test_what_cannot_be_is_refused_in_one_line():
     push_sum = gossip.push_sum(topology.make("directed_ring", N))
     mean, control = reduce.mean(), gossip.consensus_control(topology.make("ring", N))
     for make, message in (
-        (functools.partial(optim.GossipDiLoCo, mixer=push_sum), "need not see every step, got mixer 'push_sum'; use"),
-        (functools.partial(optim.NoLoCo, mixer=push_sum), "need not see every step, got mixer 'push_sum'; use"),
+        (functools.partial(GossipDiLoCo, mixer=push_sum), "need not see every step, got mixer 'push_sum'; use"),
+        (functools.partial(NoLoCo, mixer=push_sum), "need not see every step, got mixer 'push_sum'; use"),
         (
-            functools.partial(optim.NoLoCo, mixer=gossip.exact(graph()), pull=-1.0),
+            functools.partial(NoLoCo, mixer=gossip.exact(graph()), pull=-1.0),
             "a pull between 0 and 3, or workers drift apart, got pull '-1.0'",
         ),
         (
-            functools.partial(optim.NoLoCo, mixer=gossip.relay(topology.make("line", N))),
+            functools.partial(NoLoCo, mixer=gossip.relay(topology.make("line", N))),
             "a mixer of this step's parameters, got mixer 'relay'; use",
         ),
         (
-            functools.partial(optim.GossipDiLoCo, mixer=gossip.delayed(graph())),
+            functools.partial(GossipDiLoCo, mixer=gossip.delayed(graph())),
             "a mixer of this step's parameters, got mixer 'delayed'; use",
         ),
         (
-            functools.partial(optim.NoLoCo, mixer=gossip.exact(graph()), pull=4.0),
+            functools.partial(NoLoCo, mixer=gossip.exact(graph()), pull=4.0),
             "a pull between 0 and 3, or workers drift apart, got pull '4.0'",
         ),
-        (functools.partial(optim.GossipDiLoCo, mixer=control), "'gossip_diloco' .* known beforehand, got .*; use mixer 'exact'"),
-        (functools.partial(optim.NoLoCo, mixer=control), "'noloco' .* known beforehand, got .*; use mixer 'exact'"),
+        (functools.partial(GossipDiLoCo, mixer=control), "'gossip_diloco' .* known beforehand, got .*; use mixer 'exact'"),
+        (functools.partial(NoLoCo, mixer=control), "'noloco' .* known beforehand, got .*; use mixer 'exact'"),
         (functools.partial(SlowMoGossip, mixer=push_sum, reducer=mean, num_workers=N, learning_rate=rate), "with equal weights"),
         (
             functools.partial(SlowMoGossip, mixer=control, reducer=mean, num_workers=N, learning_rate=rate),

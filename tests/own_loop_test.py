@@ -15,6 +15,7 @@ import pytest
 
 import decjax
 from decjax import codecs, gossip, mesh, optim, reduce, registry, topology
+from decjax.contrib import corrections
 
 N = 4
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
@@ -163,7 +164,7 @@ def test_outside_of_workers_there_is_no_axis():
 @pytest.mark.parametrize("dtype, fix", [("complex64", "real and imaginary parts as two arrays"), ("float8_e4m3fn", "use bfloat16")])
 @pytest.mark.parametrize(
     "tx",
-    [sgd(ring()), decjax.synchronize(optax.sgd(0.1), reduce.mean()), decjax.track(optax.sgd(0.1), ring())],
+    [sgd(ring()), decjax.synchronize(optax.sgd(0.1), reduce.mean()), corrections.track(optax.sgd(0.1), ring())],
     ids=["decentralize", "synchronize", "track"],
 )
 def test_numbers_that_cannot_be_averaged_are_refused(tx, dtype, fix):

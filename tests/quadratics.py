@@ -12,6 +12,7 @@ import decjax
 from decjax import gossip, optim, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
+from decjax.contrib import corrections
 from tests.stand_ins import four_bits
 
 N, P, STEPS, LR = 8, 17, 60, 0.05
@@ -108,7 +109,7 @@ def order_of(name):
 
 
 def wrapper(name):
-    return optim.track if name == "beer" else optim.decentralize
+    return corrections.track if name == "beer" else optim.decentralize
 
 
 def mixers(codec=None):

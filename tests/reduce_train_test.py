@@ -10,7 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from configs import lm
-from decjax import optim, reduce, train
+from decjax import reduce, train
+from decjax.contrib import onebit
 from decjax.pipeline import stateless
 from decjax.program import hlo
 from decjax.train import engine
@@ -127,7 +128,7 @@ def test_local_steps_differ_and_outer_steps_agree(configured, tmp_path):
 def test_errors_begin_afresh_for_another_number_of_workers():
     """Wherever the reducer's memories are in the optimizer's state."""
     reducer = reduce.start_at(reduce.powersgd(rank=1), 1, reduce.mean())
-    tx = optax.chain(optim.scale_by_onebit_adam(reducer), optax.scale(-1))
+    tx = optax.chain(onebit.scale_by_onebit_adam(reducer), optax.scale(-1))
     params = {"w": np.ones((9, 9), np.float32)}
 
     def stacked(n, value):

@@ -43,7 +43,7 @@ def test_registered_parts_are_shown(package, kind):
     """Only decjax's: other tests may have registered their own parts."""
     parts = [registry.part(kind, name) for name in registry.names(kind)]
     own = [part for part in parts if part.factory.__module__.startswith("decjax.")]
-    names, objects = shown(package), shown_objects(package)
+    names, objects = shown(package) | shown("contrib"), shown_objects(package) + shown_objects("contrib")
     assert own and [part.name for part in own if part.name not in names and not any(part.factory is each for each in objects)] == []
 
 

@@ -6,7 +6,8 @@ import optax
 import pytest
 
 from decjax import optim, reduce
-from decjax.optim import streaming as streaming_lib
+from decjax.contrib.outer import StreamingDiLoCo
+from decjax.contrib.outer import streaming as streaming_lib
 from tests import outer
 from tests.outer import LR, START, STEPS, X0, Adam, N, adam, diloco, gradients, trajectory
 from tests.stand_ins import dense_top, top
@@ -18,7 +19,7 @@ FRAGMENTS = {1: [np.arange(8)], 2: [np.r_[0:2, 4:6], np.r_[2:4, 6:8]]}
 
 
 def streaming(mean=reduce.mean, **options):
-    return lambda channel: optim.StreamingDiLoCo(adam(LR), mean(channel), N, every=H, **options)
+    return lambda channel: StreamingDiLoCo(adam(LR), mean(channel), N, every=H, **options)
 
 
 def dense(fragments, delay, merge, code=None):
@@ -84,7 +85,7 @@ def test_one_fragment_without_delay_that_replaces_the_parameters_is_diloco_bit_f
 def test_a_step_sends_its_share_of_what_diloco_sends_at_once(delay, share):
     one = outer.tree(X0)
     whole = optim.DiLoCo(optax.sgd(LR), reduce.mean(), N, every=H)
-    method = optim.StreamingDiLoCo(optax.sgd(LR), reduce.mean(), N, every=H, fragments=2, delay=delay)
+    method = StreamingDiLoCo(optax.sgd(LR), reduce.mean(), N, every=H, fragments=2, delay=delay)
     peak = max(whole.num_bytes(one, whole.phase(t))[0] for t in range(H))
     sent = [method.num_bytes(one, method.phase(t))[0] for t in range(H, 2 * H)]
     assert max(sent) == peak / share and sum(sent) == peak

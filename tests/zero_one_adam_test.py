@@ -5,8 +5,9 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import optim, reduce
+from decjax import reduce
 from decjax.channel import Channel
+from decjax.contrib import onebit
 from tests import outer
 from tests.outer import LR, START, STEPS, X0, N, gradients, trajectory
 from tests.stand_ins import dense_top, identity, top
@@ -27,7 +28,7 @@ def method(codec, start=FREEZE, **options):
         options.setdefault("refresh", KAPPA)
         schedule = reduce.start_at(coded, start, reduce.mean(channel))
         chosen = dict(weight_decay=DECAY, doubling=DOUBLING, local_steps=MOST) | options
-        return optim.ZeroOneAdam(schedule, N, learning_rate=rate, clip=optax.identity(), **chosen)
+        return onebit.ZeroOneAdam(schedule, N, learning_rate=rate, clip=optax.identity(), **chosen)
 
     return make
 
@@ -83,5 +84,5 @@ def test_with_every_variance_and_momentum_as_they_are_it_is_adam_without_correct
 def test_what_cannot_be_is_refused_in_one_line(reducer, options, message):
     reducer = reducer or reduce.start_at(reduce.coded(codec="int8"), 2, reduce.mean())
     with pytest.raises(ValueError, match=message) as error:
-        optim.ZeroOneAdam(reducer, N, learning_rate=rate, clip=optax.identity(), **options)
+        onebit.ZeroOneAdam(reducer, N, learning_rate=rate, clip=optax.identity(), **options)
     assert "\n" not in str(error.value)

@@ -58,7 +58,7 @@ class Choco(Estimates, name="choco"):
 class Beer(Choco, name="beer"):
     """The mixer of BEER: `choco` on a static symmetric graph, as BEER's proof needs it.
 
-    It mixes parameters and gradient trackers; the whole of BEER is `optim.track(inner, beer(…))`.
+    It mixes parameters and gradient trackers; the whole of BEER is `contrib.corrections.track(inner, beer(…))`.
 
     Reference: Zhao et al. 2022, "BEER: fast O(1/T) rate for decentralized nonconvex optimization with communication compression",
     arXiv 2201.13320.

@@ -108,8 +108,8 @@ def _restarted(optimizer: optax.GradientTransformation, state: PyTree, params: P
 class SlowMo(Blocks, name="slowmo"):
     """SlowMo: H local steps, then one along a momentum of the workers' average changes.
 
-    Equations: `decjax.optim.slowmo`. A worker sends what the reducer sends of an array of the parameters' size, once in H steps; with a
-    codec, the change x₀ − x_i is compressed, with error feedback.
+    Equations: `decjax.contrib.outer.slowmo`. Once in H steps, a worker sends what the reducer sends of an array of the parameters' size.
+    With a codec, the change x₀ − x_i is compressed, with error feedback.
     """
 
     messages = "changes of H steps"
