@@ -26,7 +26,7 @@ import numpy as np
 
 from decjax import gossip, mesh, topology
 from decjax.channel import Channel
-from decjax.tasks import images as images_lib
+from decjax.contrib.images import DATASETS
 from experiments import script
 
 FLAGS = flags.FLAGS
@@ -56,7 +56,7 @@ class Data(NamedTuple):
 
 def load(workers: int, seed: int) -> Data:
     """Return the digits, the same number for each worker."""
-    images = images_lib.DATASETS["digits"].read("")
+    images = DATASETS["digits"].read("")
     order = np.random.default_rng(seed).permutation(len(images.labels_E))
     pixels = images.images_ExHxWxC.reshape(len(order), -1)[order] / 16.0
     labels, test = images.labels_E[order], len(order) // TESTED

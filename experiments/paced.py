@@ -12,8 +12,8 @@ import ml_collections
 
 from configs import quadratics
 from decjax import config as parts
+from decjax.contrib.quadratics import Examples, Quadratics
 from decjax.options import Count, NonNegative
-from decjax.tasks.quadratics import Examples, Quadratics
 from decjax.tasks.task import Data
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from decjax import costmodel, errors, files
 from decjax.contrib import placement
+from decjax.contrib.images.task import DATASETS
+from decjax.contrib.translation import parallel
 from decjax.errors import CheckpointError
-from decjax.tasks import parallel, sources
-from decjax.tasks.images import DATASETS
+from decjax.tasks import sources
 from decjax.train import metrics, summary, workdir
 from experiments import compare, crashes, trials
 from experiments.results_log import ResultsLog

@@ -92,7 +92,14 @@ OUTSIDE = {
     "configs": ("configs", "decjax.config", "decjax.registry"),
     "experiments.dssfn": ("decjax", "experiments"),  # trains without gradients, in its own loop
     "experiments.oracles": ("decjax", "configs", "experiments"),  # these examine single parts
-    "experiments.paced": ("configs", "decjax.config", "decjax.options", "decjax.tasks"),  # a config with its own task
+    # A config with its own task.
+    "experiments.paced": ("configs", "decjax.config", "decjax.contrib.quadratics", "decjax.options", "decjax.tasks"),
+        "configs",
+        "decjax.config",
+        "decjax.contrib.quadratics",
+        "decjax.options",
+        "decjax.tasks",
+    ),  # a config with its own task
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
     "experiments": (
         "decjax.costmodel",
@@ -130,8 +137,8 @@ HOMONYMS = {
     "Method": ["decjax.costmodel.methods", "decjax.optim.method"],
     "Boundary": ["decjax.costmodel.layout", "decjax.pipeline.boundary"],
     # Private to each model and task, used in its module only.
-    "Block": ["decjax.models.decoder", "decjax.models.resnet"],
-    "Examples": ["decjax.tasks.images", "decjax.tasks.quadratics"],
+    "Block": ["decjax.contrib.images.resnet", "decjax.models.decoder"],
+    "Examples": ["decjax.contrib.images.task", "decjax.contrib.quadratics.task"],
     # A program of a step, and one of a member of an elastic run.
     "Program": ["decjax.elastic.programs", "decjax.train.engine"],
 }

@@ -10,8 +10,8 @@ import pytest
 from decjax import mesh, models, pipeline, registry
 from decjax.contrib.graphs import gcn
 from decjax.contrib.graphs import task as nodes
-from decjax.models.translator import BOS, EOS, PAD
-from decjax.tasks.parallel import Pairs
+from decjax.contrib.translation.model import BOS, EOS, PAD
+from decjax.contrib.translation.parallel import Pairs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 KEY = jax.random.key(0)

@@ -14,7 +14,9 @@ import pytest
 
 import decjax
 from decjax import registry, tasks
-from decjax.tasks import images, lm, quadratics
+from decjax.contrib.images import task as images
+from decjax.contrib.quadratics import Quadratics
+from decjax.tasks import lm
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -310,7 +312,7 @@ def test_resnet_is_the_dense_one(train):
 def test_both_forms_of_a_convolution_are_equal(stride, size):
     """CPUs use matrix products, other devices the convolution operation."""
     rng = np.random.default_rng(0)
-    made = importlib.import_module("decjax.models.resnet").Convolution(3, 4, stride, nnx.Rngs(0))
+    made = importlib.import_module("decjax.contrib.images.resnet").Convolution(3, 4, stride, nnx.Rngs(0))
     x_BxHxWxC, kernel_9CxF = (rng.normal(size=shape).astype(np.float32) for shape in ((2, *size, 3), (27, 4)))
     np.testing.assert_allclose(made._by_products(x_BxHxWxC, kernel_9CxF), made._by_operation(x_BxHxWxC, kernel_9CxF), atol=1e-5)
 
@@ -349,7 +351,7 @@ def test_batch_statistics_stay_local_and_are_averaged():
 @pytest.mark.parametrize("num_workers", [1, 3, 8])
 def test_quadratics_are_what_their_options_say(num_workers):
     zeta, sigma, kappa, P = 2.0, 3.0, 7.0, 6
-    task = quadratics.Quadratics(dimension=P, heterogeneity=zeta, noise=sigma, condition=kappa)
+    task = Quadratics(dimension=P, heterogeneity=zeta, noise=sigma, condition=kappa)
     data = task.load(num_workers, 20_000, 0)
     (h_P,), (optimum_P,) = data.validation(0)
     assert h_P.max() / h_P.min() == pytest.approx(kappa)

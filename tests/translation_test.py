@@ -15,9 +15,9 @@ import pytest
 import sacrebleu
 
 from decjax import registry
-from decjax.models import beam
-from decjax.models.translator import BOS, EOS, PAD, Cache
-from decjax.tasks import parallel, translation
+from decjax.contrib.translation import beam, parallel
+from decjax.contrib.translation import task as translation
+from decjax.contrib.translation.model import BOS, EOS, PAD, Cache
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

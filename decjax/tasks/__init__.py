@@ -1,15 +1,11 @@
 """Tasks: a model's loss, every worker's data, and the metrics of the result.
 
-task        the interface of a task
-lm          language modeling on bytes or tokens of any text
-images      classification of small images
-translation translation between two languages
-quadratics  a sum of quadratics with a known optimum
-partition   which examples each worker trains on
-sources     where text comes from, and how errors of data are worded
-text        corpora of bytes or tokens, and windows of them
-bpe         byte-pair encoding
-parallel    pairs of sentences in batches of a few lengths
+task       the interface of a task
+lm         language modeling on bytes or tokens of any text
+partition  which examples each worker trains on
+sources    where text comes from, and how errors of data are worded
+text       corpora of bytes or tokens, and windows of them
+bpe        byte-pair encoding
 """
 
 from decjax.tasks.task import Data, Task

@@ -47,7 +47,7 @@ class Task(registry.Part, kind="task"):
     """The loss of a model, its data and its metrics, as pure functions of plain pytrees.
 
     A task implements `init`, `loss`, `measure`, `metrics`, `examples` and `load`; everything else has a default. The built model is the
-    field `model`; image models are functions that the task calls with the images' shape and classes (see `models.ImageModel`).
+    field `model`; image models are functions that the task calls with the images' shape and classes (see `contrib.images.ImageModel`).
 
     Attributes:
         models: the registered models that it can train; () for a task with a built-in model. A model may name further tasks in its

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax.models.translator import BOS, EOS, PAD, Cache, Translator
+from decjax.contrib.translation.model import BOS, EOS, PAD, Cache, Translator
 from decjax.typing import PyTree
 
 NEVER = -1e30  # the score of a missing hypothesis; finite, so that differences stay finite

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from decjax import registry
-from decjax.models import images
+from decjax.contrib.images import model
 from decjax.options import Count, Range, check_range
 
 GROUP = 8  # channels that are normalized together
@@ -98,7 +98,7 @@ class ResNet(nnx.Module):
 
 
 @registry.register("model", "resnet")
-def resnet(*, depth: Annotated[int, Range(8)] = 8, width: Count = 8, norm: Literal["batch", "group"] = "batch") -> images.Build:
+def resnet(*, depth: Annotated[int, Range(8)] = 8, width: Count = 8, norm: Literal["batch", "group"] = "batch") -> model.Build:
     """A residual network for small images.
 
     Args:
@@ -112,4 +112,4 @@ def resnet(*, depth: Annotated[int, Range(8)] = 8, width: Count = 8, norm: Liter
         raise ValueError(f"model depth={depth} is not 6n + 2, n blocks in each of three stages; use {max(8, 6 * blocks + 2)}")
     if norm == "group" and width > GROUP:
         check_range("model norm='group': width", width, Range(multiple=GROUP))
-    return lambda shape, classes: images.pure(lambda rngs: ResNet(shape[-1], classes, blocks, width, norm, rngs))
+    return lambda shape, classes: model.pure(lambda rngs: ResNet(shape[-1], classes, blocks, width, norm, rngs))

@@ -23,12 +23,12 @@ import numpy as np
 import optax
 
 from decjax import registry
-from decjax.models import beam
-from decjax.models.translator import EOS, PAD, SPECIAL, Translator
+from decjax.contrib.translation import beam, parallel
+from decjax.contrib.translation.model import EOS, PAD, SPECIAL, Translator
+from decjax.contrib.translation.parallel import Pairs
 from decjax.options import Decay, Range
-from decjax.tasks import bpe, parallel
+from decjax.tasks import bpe
 from decjax.tasks import partition as partition_lib
-from decjax.tasks.parallel import Pairs
 from decjax.tasks.sources import expect, optional
 from decjax.tasks.task import Data, Task, checksum, spaced
 from decjax.typing import PyTree
@@ -52,7 +52,7 @@ class Translation(Task, name="translation"):
         partition: which pairs each worker has: "iid" or "contiguous".
         smoothing: share ε of the target distribution that is spread over all tokens while training; see `optax.smooth_labels`.
         beams: width of the beam search; 1 with alpha=0: greedy search.
-        alpha: exponent of the length penalty; see `models.beam`.
+        alpha: exponent of the length penalty; see `beam`.
     """
 
     models = ("translator",)

@@ -13,8 +13,8 @@ import zlib
 
 import numpy as np
 
+from decjax.contrib.translation.model import BOS, EOS, PAD
 from decjax.files import open_regular
-from decjax.models.translator import BOS, EOS, PAD
 from decjax.tasks import partition as partition_lib
 from decjax.tasks.sources import MAX_BYTES, READABLE, check_total, expect, explained, is_text
 from decjax.typing import PyTree

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from decjax.contrib.images.model import Build, ImageModel
 from decjax.files import open_regular
-from decjax.models.images import Build, ImageModel
 from decjax.options import Decay
 from decjax.tasks import partition as partition_lib
 from decjax.tasks.sources import READABLE, expect, explained
