@@ -94,12 +94,6 @@ OUTSIDE = {
     "experiments.oracles": ("decjax", "configs", "experiments"),  # these examine single parts
     # A config with its own task.
     "experiments.paced": ("configs", "decjax.config", "decjax.contrib.quadratics", "decjax.options", "decjax.tasks"),
-        "configs",
-        "decjax.config",
-        "decjax.contrib.quadratics",
-        "decjax.options",
-        "decjax.tasks",
-    ),  # a config with its own task
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
     "experiments": (
         "decjax.costmodel",
