@@ -21,7 +21,7 @@ from decjax import config, gossip, mesh, models, optim, reduce, registry, topolo
 from decjax import train as training
 from decjax.channel import Channel
 from decjax.codecs import entropy
-from decjax.contrib import compress, placement
+from decjax.contrib import compress, mixers, placement
 from decjax.contrib.clicks import dlrm
 from decjax.contrib.compress import features
 from decjax.contrib.gravac import GravacState, gravac
@@ -147,7 +147,7 @@ def layer_wise(smoke: bool) -> float:
 def push_sum(smoke: bool) -> float:
     """Distance from the mean, four bits, γ = 1."""
     graph, x = topology.make("directed_exponential", WORKERS), start()
-    path = mixed(lambda channel: gossip.push_sum(graph, channel, codec="int4", gamma=1.0), x, 100 if smoke else 300)
+    path = mixed(lambda channel: mixers.push_sum(graph, channel, codec="int4", gamma=1.0), x, 100 if smoke else 300)
     return distance(path[-1], x.mean(axis=0))
 
 
@@ -155,7 +155,7 @@ def push_sum(smoke: bool) -> float:
 def power_gossip(smoke: bool) -> float:
     """Drift of the mean, rank 1."""
     graph, x = topology.make("ring", WORKERS), start()
-    path = mixed(lambda channel: gossip.power_gossip(graph, rank=1, channel=channel), x, 50 if smoke else 300)
+    path = mixed(lambda channel: mixers.power_gossip(graph, rank=1, channel=channel), x, 50 if smoke else 300)
     return distance(path.mean(axis=1), x.mean(axis=0))
 
 
@@ -163,7 +163,7 @@ def power_gossip(smoke: bool) -> float:
 def consensus_control(smoke: bool) -> float:
     """Distance that a step leaves, ÷ the one before it; ρ = 0.25."""
     graph, x = topology.make("ring", WORKERS), start()
-    path = mixed(lambda channel: gossip.consensus_control(graph, channel, target=0.25, rounds=64), x, 1)
+    path = mixed(lambda channel: mixers.consensus_control(graph, channel, target=0.25, rounds=64), x, 1)
     W = graph.matrix(0)
 
     def apart(x_NxIxJ: np.ndarray) -> float:
@@ -177,13 +177,13 @@ def accelerated(smoke: bool) -> float:
     """Disagreement after 12 accelerated rounds ÷ 12 plain ones; refused on sun graphs."""
     graph, x = topology.make("ring", 16), np.random.default_rng(0).normal(size=(16, *MATRIX))
     try:
-        gossip.accelerated(topology.make("sun", 16), rounds=12)
+        mixers.accelerated(topology.make("sun", 16), rounds=12)
         return float("inf")
     except ValueError:
         pass
     left = [
         np.linalg.norm(mixed(lambda channel, make=make: make(graph, channel, rounds=12), x, 1)[-1] - x.mean(axis=0))
-        for make in (gossip.accelerated, gossip.exact)
+        for make in (mixers.accelerated, gossip.exact)
     ]
     return float(left[0] / left[1])
 

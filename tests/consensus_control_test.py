@@ -11,6 +11,7 @@ from configs import quadratics as config
 from decjax import gossip, optim
 from decjax import topology as topology_lib
 from decjax.channel import Channel
+from decjax.contrib import mixers
 from tests.quadratics import LR, MODES, STEPS, X0, B, H, N, flat, gradients, tree, workers
 from tests.runs import run_of
 
@@ -19,7 +20,7 @@ W_NxN = topology_lib.make("ring", N).matrix(0)
 
 
 def make(channel, name="ring", **options) -> gossip.Mixer:
-    return gossip.consensus_control(topology_lib.make(name, N), channel, **options)
+    return mixers.consensus_control(topology_lib.make(name, N), channel, **options)
 
 
 def dense(target, rounds, steps=0):

@@ -12,6 +12,7 @@ import pytest
 from decjax import codecs, gossip, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
+from decjax.contrib import mixers as contrib_mixers
 from decjax.program import hlo
 from decjax.train import checkpoint
 from tests.quadratics import (
@@ -134,7 +135,7 @@ MIXERS = {
     "deepsqueeze": (gossip.deepsqueeze, deepsqueeze),
     "dcd": (gossip.dcd, dcd),
     "beer": (gossip.beer, beer),
-    "push_sum": (gossip.push_sum, push_sum),
+    "push_sum": (contrib_mixers.push_sum, push_sum),
 }
 GRAPHS = {"push_sum": ("random_digraph", dict(degree=2))}
 
@@ -320,7 +321,7 @@ def unbiased():
         (gossip.choco, "ring", dict(codec=unbiased()), "needs a contractive codec"),
         (gossip.deepsqueeze, "ring", dict(codec=unbiased()), "needs a contractive codec"),
         (gossip.beer, "ring", dict(codec=unbiased()), "needs a contractive codec"),
-        (gossip.push_sum, "ring", dict(codec=unbiased()), "needs a contractive codec"),
+        (contrib_mixers.push_sum, "ring", dict(codec=unbiased()), "needs a contractive codec"),
         (gossip.choco, "random_digraph", dict(codec=four_bits()), "a doubly stochastic graph, .*or mixer 'push_sum'"),
         (gossip.choco, "complete", dict(codec=four_bits()), "needs messages between nodes"),
         (gossip.choco, "ring", dict(codec=four_bits(), gamma=1.5), "gamma=1.5 must be more than 0 and at most 1"),
@@ -342,9 +343,9 @@ def unbiased():
         (gossip.dcd, "hierarchical", dict(codec=four_bits(), local_size=2, outer="ring"), "needs single workers as nodes"),
         (gossip.beer, "exponential", dict(codec=four_bits()), "a symmetric graph, got topology 'exponential'; use 'ring'"),
         (gossip.beer, "one_peer_ring", dict(codec=four_bits()), "a static graph"),
-        (gossip.power_gossip, "exponential", dict(rank=1), "a symmetric graph, got topology 'exponential'; use 'ring'"),
-        (gossip.power_gossip, "ring", dict(rank=0), "rank=0 must be at least 1"),
-        (gossip.power_gossip, "hierarchical", dict(rank=1, outer="ring"), "single workers as nodes"),
+        (contrib_mixers.power_gossip, "exponential", dict(rank=1), "a symmetric graph, got topology 'exponential'; use 'ring'"),
+        (contrib_mixers.power_gossip, "ring", dict(rank=0), "rank=0 must be at least 1"),
+        (contrib_mixers.power_gossip, "hierarchical", dict(rank=1, outer="ring"), "single workers as nodes"),
     ],
 )
 def test_what_does_not_fit_is_refused(build, graph, options, complaint):
@@ -357,7 +358,7 @@ def test_what_does_not_fit_is_refused(build, graph, options, complaint):
 
 @pytest.mark.parametrize(
     "build, graph",
-    [(gossip.choco, "ring"), (gossip.dcd, "ring"), (gossip.push_sum, "random_digraph"), (gossip.exact, "hierarchical")],
+    [(gossip.choco, "ring"), (gossip.dcd, "ring"), (contrib_mixers.push_sum, "random_digraph"), (gossip.exact, "hierarchical")],
 )
 def test_codecs_that_make_nothing_smaller_are_refused(build, graph):
     topology, like = topology_lib.make(graph, N), jax.eval_shape(tree, jax.ShapeDtypeStruct((P,), jnp.float32))

@@ -10,6 +10,7 @@ import pytest
 from decjax import gossip
 from decjax import topology as topology_lib
 from decjax.channel import Channel
+from decjax.contrib import mixers
 from tests.quadratics import LR, MODES, STEPS, X0, N, gradients, trajectory, workers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 def make(name="one_peer_exponential", **options):
     topology = topology_lib.make(name, N)
-    return lambda channel: gossip.delayed(topology, channel, **options)
+    return lambda channel: mixers.delayed(topology, channel, **options)
 
 
 def delays(steps=STEPS, **options):
@@ -98,5 +99,5 @@ def test_mistakes_are_refused(name, options, told):
 def test_it_sends_what_plain_gossip_sends():
     params = {"w": jnp.zeros((5, 3)), "b": jnp.zeros(3)}
     topology = topology_lib.make("ring", N)
-    one, other = (form(topology, Channel()) for form in (functools.partial(gossip.delayed, delay=2), gossip.exact))
+    one, other = (form(topology, Channel()) for form in (functools.partial(mixers.delayed, delay=2), gossip.exact))
     np.testing.assert_array_equal(one.num_bytes(params, 0), other.num_bytes(params, 0))

@@ -12,6 +12,7 @@ from decjax import gossip, optim
 from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.contrib import corrections
+from decjax.contrib import mixers as contrib_mixers
 from decjax.train import state as state_lib
 from tests.quadratics import LR, MODES, STEPS, X0, B, H, N, P, flat, mixed, mixers, scanned, tree, workers
 from tests.stand_ins import four_bits
@@ -28,7 +29,7 @@ def test_push_sum_keeps_mass_and_agrees_exactly_at_four_bits(mode):
     assert not topology_lib.is_row_stochastic(topology)
     x_NxP = np.random.default_rng(3).normal(size=(N, P))
     codec = four_bits(stochastic=True)
-    z, y = mixed(lambda channel: gossip.push_sum(topology, codec=codec, channel=channel), x_NxP, 200, mode)
+    z, y = mixed(lambda channel: contrib_mixers.push_sum(topology, codec=codec, channel=channel), x_NxP, 200, mode)
     np.testing.assert_allclose(y.sum(axis=1), N, rtol=0, atol=1e-12)
     np.testing.assert_allclose(np.einsum("tn,tnp->tp", y, z), np.tile(x_NxP.sum(axis=0), (200, 1)), rtol=0, atol=1e-12)
     assert np.abs(z[-1] - x_NxP.mean(axis=0)).max() < 1e-12
@@ -38,7 +39,7 @@ def test_push_sum_keeps_mass_and_agrees_exactly_at_four_bits(mode):
 def test_push_sum_without_a_codec_is_push_sum():
     topology = topology_lib.make("random_digraph", N, degree=2)
     x = x_NxP = np.random.default_rng(3).normal(size=(N, P))
-    path, weights = mixed(lambda channel: gossip.push_sum(topology, channel=channel), x_NxP, STEPS)
+    path, weights = mixed(lambda channel: contrib_mixers.push_sum(topology, channel=channel), x_NxP, STEPS)
     y = np.ones(N)
     for z, weight in zip(path, weights):
         x, y = topology.matrix(0) @ x, topology.matrix(0) @ y
@@ -49,11 +50,11 @@ def test_push_sum_without_a_codec_is_push_sum():
 def test_row_stochastic_graphs_are_refused_by_push_sum():
     W_NxN = np.triu(np.ones((N, N)))
     with pytest.raises(ValueError, match="a column-stochastic graph, .*use 'directed_exponential'"):
-        gossip.push_sum(topology_lib.from_matrices([W_NxN / W_NxN.sum(axis=1, keepdims=True)]), codec=four_bits())
+        contrib_mixers.push_sum(topology_lib.from_matrices([W_NxN / W_NxN.sum(axis=1, keepdims=True)]), codec=four_bits())
 
 
 def test_push_sum_damps_its_own_weights():
-    mixer = gossip.push_sum(topology_lib.make("directed_ring", N), codec=four_bits())
+    mixer = contrib_mixers.push_sum(topology_lib.make("directed_ring", N), codec=four_bits())
     with pytest.raises(ValueError, match="with its own gamma"):
         gossip.damp(mixer, 0.5)
     with pytest.raises(ValueError, match="use mixer 'exact' or 'beer'"):

@@ -10,6 +10,7 @@ import pytest
 from decjax import gossip
 from decjax import topology as topology_lib
 from decjax.channel import Channel
+from decjax.contrib import mixers
 from tests.quadratics import LR, MATRIX, STEPS, X0, N, P, gradients, mixed, trajectory, tree
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -51,7 +52,7 @@ def power(W, rank, start, order):
 )
 def test_power_gossip_is_that_of_the_paper(name, rank, order, mode):
     topology = topology_lib.make(name, N)
-    make_mixer = lambda channel: gossip.power_gossip(topology, rank=rank, channel=channel)
+    make_mixer = lambda channel: mixers.power_gossip(topology, rank=rank, channel=channel)
     with jax.enable_x64(True):
         state = make_mixer(Channel()).init(tree(jnp.asarray(X0)))
         (p0,), (q0,) = state.left[0][0], state.right[0][0]
@@ -61,7 +62,7 @@ def test_power_gossip_is_that_of_the_paper(name, rank, order, mode):
 
 def test_power_gossip_at_full_rank_is_plain_gossip():
     topology, square = topology_lib.make("torus", N), (4, 4)
-    power_gossip = trajectory(lambda channel: gossip.power_gossip(topology, rank=4, channel=channel), shape=square)
+    power_gossip = trajectory(lambda channel: mixers.power_gossip(topology, rank=4, channel=channel), shape=square)
     plain = trajectory(lambda channel: gossip.exact(topology, channel=channel), shape=square)
     np.testing.assert_allclose(power_gossip, plain, rtol=0, atol=1e-11)
 
@@ -70,13 +71,13 @@ def test_power_gossip_at_full_rank_is_plain_gossip():
 def test_power_gossip_keeps_the_mean_and_agrees(rank, name):
     topology = topology_lib.make(name, N)
     x_NxP = np.random.default_rng(3).normal(size=(N, P))
-    make_mixer = lambda channel: gossip.power_gossip(topology, rank=rank, channel=channel)
+    make_mixer = lambda channel: mixers.power_gossip(topology, rank=rank, channel=channel)
     path, _ = mixed(make_mixer, x_NxP, 600, shape=(2, 4, 2))
     assert np.abs(path.mean(axis=1) - x_NxP.mean(axis=0)).max() < 1e-12
     assert np.abs(path[-1] - x_NxP.mean(axis=0)).max() < 1e-6
 
 
 def test_a_rank_that_no_matrix_has_is_refused():
-    mixer = gossip.power_gossip(topology_lib.make("ring", N), rank=4)
+    mixer = mixers.power_gossip(topology_lib.make("ring", N), rank=4)
     with pytest.raises(ValueError, match="no array has two sides of at least rank=4"):
         mixer.init(tree(jnp.asarray(X0)))

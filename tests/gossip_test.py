@@ -13,6 +13,7 @@ import decjax
 from decjax import codecs, gossip, mesh, reduce
 from decjax import topology as topology_lib
 from decjax.channel import Channel
+from decjax.contrib import mixers
 from decjax.program import hlo
 
 N = 8
@@ -122,7 +123,7 @@ def test_accelerated_gossip_is_the_chebyshev_recursion_and_beats_plain_rounds(mo
     for _ in range(rounds):
         before, now = now, (1 + eta) * W_NxN @ now - eta * before
     tree = stacked_tree()
-    mixer = gossip.accelerated(topology, rounds=rounds, channel=Channel(workers(mode).axis))
+    mixer = mixers.accelerated(topology, rounds=rounds, channel=Channel(workers(mode).axis))
     assert_trees_close(run(mode, mixer, tree, [0])[0], dense(now, tree), atol=1e-5)
     J = np.full((N, N), 1 / N)
     plain = np.linalg.norm(np.linalg.matrix_power(W_NxN, rounds) - J, 2)
@@ -132,19 +133,19 @@ def test_accelerated_gossip_is_the_chebyshev_recursion_and_beats_plain_rounds(mo
 @pytest.mark.parametrize("name", ["one_peer_exponential", "directed_ring", "exponential", "one_peer_ring"])
 def test_accelerated_gossip_refuses_where_it_would_stall(name):
     with pytest.raises(ValueError, match="needs a (static|symmetric) graph"):
-        gossip.accelerated(topology_lib.make(name, N), rounds=3)
+        mixers.accelerated(topology_lib.make(name, N), rounds=3)
 
 
 @pytest.mark.parametrize("name, n", [("torus", 64), ("hypercube", 64)])
 def test_accelerated_gossip_refuses_too_few_rounds(name, n):
     with pytest.raises(ValueError, match="more rounds"):
-        gossip.accelerated(topology_lib.make(name, n), rounds=1)
+        mixers.accelerated(topology_lib.make(name, n), rounds=1)
 
 
 @pytest.mark.parametrize("name, n", [("complete", N), ("ring", 2)])
 def test_accelerated_gossip_refuses_where_a_round_is_exact(name, n):
     with pytest.raises(ValueError, match=f"does not average exactly, got topology '{name}'; use mixer 'exact'"):
-        gossip.accelerated(topology_lib.make(name, n))
+        mixers.accelerated(topology_lib.make(name, n))
 
 
 def test_every_and_damp():
@@ -181,7 +182,7 @@ def test_damp_follows_a_schedule():
 @pytest.mark.parametrize("graph", ["line", "double_binary_tree"])
 def test_a_single_worker_relays_nothing(graph):
     w = mesh.make_workers(1, simulate=True)
-    mixer = gossip.relay(topology_lib.make(graph, 1), Channel(w.axis))
+    mixer = mixers.relay(topology_lib.make(graph, 1), Channel(w.axis))
     step = lambda x: gossip.mix(mixer, x, mixer.init(x), 0, 0)[0]
     np.testing.assert_array_equal(w.jit(step, (0,))(jnp.ones((1, 3))), 1)
 
@@ -236,7 +237,7 @@ def test_sixteen_bit_parameters_are_averaged_in_float32():
     [
         lambda t: gossip.exact(t, rounds=0),
         lambda t: gossip.every(gossip.exact(t), 0),
-        lambda t: gossip.every(gossip.overlap_push_sum(t), 2),
+        lambda t: gossip.every(mixers.overlap_push_sum(t), 2),
         lambda t: gossip.damp(gossip.exact(t), 1.5),
         lambda t: gossip.damp(gossip.exact(t), -0.1),
     ],
@@ -304,7 +305,7 @@ def test_a_message_of_several_arrays_arrives_as_one(name, monkeypatch):
 def test_exchange_check_sees_every_permutation_and_type(mode, monkeypatch):
     """The defect zeroes what it affects: values of some dtypes, or permutations of a kind that a full round never uses."""
     w, topology, intact = workers(mode), topology_lib.make("ring", N), mesh.Axis.exchange
-    power = gossip.power_gossip(topology, rank=1, channel=Channel(w.axis))
+    power = mixers.power_gossip(topology, rank=1, channel=Channel(w.axis))
     gossip.check_exchange(w, topology, power.permutations)
     matchings = [set(pairs) for pairs in power.permutations]
 

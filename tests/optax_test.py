@@ -13,7 +13,7 @@ import decjax
 from decjax import gossip, mesh, optim, reduce, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
-from decjax.contrib import corrections, onebit, outer
+from decjax.contrib import corrections, mixers, onebit, outer
 from decjax.contrib.gravac import gravac
 
 N, DIM, STEPS, LR = 4, 3, 6, 0.05
@@ -122,7 +122,7 @@ def transformations(axis):
     late = reduce.start_at(coded, 1, reduce.mean(channel))
     return {
         "decentralize": decjax.decentralize(optax.adam(LR), choco),
-        "decentralize, power": decjax.decentralize(optax.adam(LR), gossip.power_gossip(RING, channel, rank=1)),
+        "decentralize, power": decjax.decentralize(optax.adam(LR), mixers.power_gossip(RING, channel, rank=1)),
         "decentralize, exact": decjax.decentralize(optax.adam(LR), gossip.exact(RING, channel)),
         "track": corrections.track(optax.adam(LR), choco),
         "synchronize": decjax.synchronize(optax.adam(LR), powersgd, stale=True),

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from decjax import gossip, optim, reduce, topology
+from decjax.contrib import mixers
 from decjax.contrib.outer import GossipDiLoCo, NoLoCo, SlowMo, SlowMoGossip
 from tests import outer
 from tests.outer import LR, START, STEPS, X0, Adam, N, adam, diloco, gradients, graph, trajectory
@@ -174,8 +175,8 @@ def test_a_mixer_with_a_memory_may_be_the_outer_average():
 
 
 def test_what_cannot_be_is_refused_in_one_line():
-    push_sum = gossip.push_sum(topology.make("directed_ring", N))
-    mean, control = reduce.mean(), gossip.consensus_control(topology.make("ring", N))
+    push_sum = mixers.push_sum(topology.make("directed_ring", N))
+    mean, control = reduce.mean(), mixers.consensus_control(topology.make("ring", N))
     for make, message in (
         (functools.partial(GossipDiLoCo, mixer=push_sum), "need not see every step, got mixer 'push_sum'; use"),
         (functools.partial(NoLoCo, mixer=push_sum), "need not see every step, got mixer 'push_sum'; use"),
@@ -184,11 +185,11 @@ def test_what_cannot_be_is_refused_in_one_line():
             "a pull between 0 and 3, or workers drift apart, got pull '-1.0'",
         ),
         (
-            functools.partial(NoLoCo, mixer=gossip.relay(topology.make("line", N))),
+            functools.partial(NoLoCo, mixer=mixers.relay(topology.make("line", N))),
             "a mixer of this step's parameters, got mixer 'relay'; use",
         ),
         (
-            functools.partial(GossipDiLoCo, mixer=gossip.delayed(graph())),
+            functools.partial(GossipDiLoCo, mixer=mixers.delayed(graph())),
             "a mixer of this step's parameters, got mixer 'delayed'; use",
         ),
         (

@@ -15,7 +15,7 @@ import pytest
 
 import decjax
 from decjax import codecs, gossip, mesh, optim, reduce, registry, topology
-from decjax.contrib import corrections
+from decjax.contrib import corrections, mixers
 
 N = 4
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
@@ -124,7 +124,7 @@ def test_a_clip_before_it_in_a_chain_only_sees_gradients():
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize(
     "make, name",
-    [(gossip.exact, "ring"), (gossip.exact, "complete"), (gossip.push_sum, "complete"), (gossip.choco, "ring")],
+    [(gossip.exact, "ring"), (gossip.exact, "complete"), (mixers.push_sum, "complete"), (gossip.choco, "ring")],
     ids=["exact ring", "exact complete", "push_sum", "choco"],
 )
 def test_a_topology_for_other_workers_is_refused_with_both_numbers(make, name, size, workers):

@@ -13,6 +13,7 @@ from decjax import gossip, optim, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.contrib import corrections
+from decjax.contrib import mixers as contrib_mixers
 from tests.stand_ins import four_bits
 
 N, P, STEPS, LR = 8, 17, 60, 0.05
@@ -93,7 +94,7 @@ def mixed(make_mixer, x_NxP, steps, mode="devices", local_size=1, shape=MATRIX):
         def whole(x_P):
             def one_step(carry, phase):
                 params, state = gossip.mix(mixer, *carry, phase, 0)
-                weight = state.weight if isinstance(state, gossip.PushSumState) else 1.0
+                weight = state.weight if isinstance(state, contrib_mixers.PushSumState) else 1.0
                 return (params, state), jnp.append(flat(params), weight)
 
             # Memories start equal on all workers.
@@ -123,9 +124,9 @@ def mixers(codec=None):
     codec = codec or four_bits(stochastic=True)
     return {
         "exact": make(gossip.exact, "one_peer_exponential", codec=codec),
-        "accelerated": make(gossip.accelerated, "ring", rounds=2),
-        "consensus_control": make(gossip.consensus_control, "ring", rounds=3),
-        "delayed": make(gossip.delayed, "one_peer_exponential", delay=2),
+        "accelerated": make(contrib_mixers.accelerated, "ring", rounds=2),
+        "consensus_control": make(contrib_mixers.consensus_control, "ring", rounds=3),
+        "delayed": make(contrib_mixers.delayed, "one_peer_exponential", delay=2),
         "choco": make(gossip.choco, "one_peer_exponential", codec=codec),
         "choco, two rounds": make(gossip.choco, "ring", codec=codec, rounds=2),
         "choco, idle workers": make(gossip.choco, "line", codec=codec),
@@ -134,10 +135,10 @@ def mixers(codec=None):
         "deepsqueeze, nodes": make(gossip.deepsqueeze, "alternating_exponential_ring", codec=codec),
         "dcd": make(gossip.dcd, "exponential", codec=codec),
         "beer": make(gossip.beer, "torus", codec=codec),
-        "push_sum": make(gossip.push_sum, "random_digraph", codec=codec),
-        "push_sum, nodes": make(gossip.push_sum, "alternating_exponential_ring", codec=codec),
-        "relay": make(gossip.relay, "double_binary_tree"),
-        "overlap_push_sum": make(gossip.overlap_push_sum, "random_digraph"),
-        "power_gossip": make(gossip.power_gossip, "ring", rank=2),
-        "power_gossip, idle workers": make(gossip.power_gossip, "line", rank=1),
+        "push_sum": make(contrib_mixers.push_sum, "random_digraph", codec=codec),
+        "push_sum, nodes": make(contrib_mixers.push_sum, "alternating_exponential_ring", codec=codec),
+        "relay": make(contrib_mixers.relay, "double_binary_tree"),
+        "overlap_push_sum": make(contrib_mixers.overlap_push_sum, "random_digraph"),
+        "power_gossip": make(contrib_mixers.power_gossip, "ring", rank=2),
+        "power_gossip, idle workers": make(contrib_mixers.power_gossip, "line", rank=1),
     }
