@@ -62,6 +62,7 @@ NUMPY_ONLY = (
     "decjax.costmodel.layout",
     "decjax.costmodel.iteration",
     "decjax.costmodel.plan",
+    "decjax.contrib.random_graphs",
 )
 
 # Module of another directory -> the modules of this repository it may import, and everything below them.

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from decjax import topology as tp
-from decjax.topology import coloring, random_graphs
+from decjax.contrib.random_graphs import graphs as random_graphs
+from decjax.topology import coloring
 
 
 @hypothesis.settings(max_examples=200, deadline=None)

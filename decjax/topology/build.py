@@ -10,7 +10,6 @@ size". Traits:
     exact       whether a period of rounds averages exactly, at every size
 
 Where a graph looks the same from all workers (ring, torus, exponential, …), its rounds are whole permutations, one per neighbor.
-Random graphs depend on (size, options, seed) alone, and are redrawn until repeating their rounds brings all workers to agreement.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,22 +20,18 @@ from typing import Annotated
 import numpy as np
 
 from decjax import registry
-from decjax.options import Count, Range, Seed, Share, checked
+from decjax.options import Count, Range, checked
 from decjax.topology import schedule
 
 Rounds = list[schedule.Round]
 Shape = Annotated[tuple[int, int], "(rows, columns); None: as near to a square as n allows"]
 
 MAX_WORKERS = 4096  # matrices of more would take too long to analyze, and gigabytes
-MAX_DRAWS = 1000
 MAX_ROUNDS = 1024  # in a period that is drawn at random
 ANY_SIZE = "'base_k' works for any number"
 
 Workers = Annotated[int, Range(1, MAX_WORKERS)]
 Period = Annotated[int, Range(1, MAX_ROUNDS), "number of rounds until the schedule repeats; None: 2⌈log2 n⌉"]
-Draw = Annotated[Seed, "seed of the random draws"]
-EdgeProbability = Annotated[Share, "p, probability of an edge; None: 2 ln(n)/n, at which most graphs are connected"]
-Degree = Annotated[Count, "number of others that a worker sends to; None: ⌈log2 n⌉"]
 NodeSize = Annotated[Count, "L, workers of a node"]
 
 
@@ -153,25 +148,6 @@ def grid(n: int, shape: Shape | None, step: int) -> np.ndarray:
         f"needs a grid with {'sides that are even' if step == 2 else 'two sides of at least 2'}, got {got}; {ANY_SIZE}",
     )
     return np.arange(n).reshape(chosen[0])
-
-
-def first_mixing(draw: Callable[[], Rounds], problem: str) -> Rounds:
-    """Return the first random schedule that brings all workers to agreement; refused with `problem` if none of `MAX_DRAWS` does."""
-    drawn = (draw() for _ in range(MAX_DRAWS))
-    rounds = next((rounds for rounds in drawn if rounds and schedule.is_mixing(rounds)), [])
-    require(bool(rounds), problem)
-    return rounds
-
-
-def degree_of(n: int, degree: int | None) -> int:
-    """Return the number of others that a worker sends to, by default ⌈log2 n⌉."""
-    require(degree is None or degree < n, f"of {n} workers: degree={degree} must be at most {n - 1}")
-    return degree or log2_ceil(n)
-
-
-def num_rounds(n: int, rounds: int | None) -> int:
-    """Return the number of rounds of a random schedule, by default 2⌈log2 n⌉."""
-    return rounds or 2 * log2_ceil(n)
 
 
 def log2_ceil(n: int) -> int:

@@ -1,4 +1,7 @@
-"""Named topologies that are drawn at random."""
+"""Named topologies that are drawn at random.
+
+They depend on (size, options, seed) alone, and are redrawn until repeating their rounds brings all workers to agreement.
+"""
 
 from collections.abc import Callable, Sequence
 import itertools
@@ -8,10 +11,15 @@ from typing import Annotated
 import numpy as np
 
 from decjax import registry
-from decjax.options import Share
+from decjax.options import Count, Seed, Share
 from decjax.topology import build, coloring, schedule
-from decjax.topology.build import Degree, Draw, EdgeProbability, Period, Workers
+from decjax.topology.build import Period, Workers
 
+MAX_DRAWS = 1000
+
+Draw = Annotated[Seed, "seed of the random draws"]
+EdgeProbability = Annotated[Share, "p, probability of an edge; None: 2 ln(n)/n, at which most graphs are connected"]
+Degree = Annotated[Count, "number of others that a worker sends to; None: ⌈log2 n⌉"]
 Arriving = Annotated[Share, "η, the weight of what arrives"]
 
 
@@ -27,14 +35,14 @@ def _erdos_renyi(n: Workers, p: EdgeProbability | None = None, seed: Draw = 0) -
         return [build.metropolis(n, drawn_Ex2.tolist())] if len(np.unique(drawn_Ex2)) == n else []  # No worker is alone.
 
     problem = f"found no connected graph of {n} workers with p={p:.3g}; raise p above ln(n)/n = {math.log(n) / n:.2g}"
-    return build.first_mixing(draw, problem)
+    return first_mixing(draw, problem)
 
 
 @build.register("random_matching")
 def _random_matching(n: Workers, rounds: Period | None = None, seed: Draw = 0) -> build.Rounds:
     """In every round workers average in random pairs, weight 1/2; for odd n one worker is idle."""
-    count, rng = build.num_rounds(n, rounds), np.random.default_rng(seed)
-    return build.first_mixing(
+    count, rng = num_rounds(n, rounds), np.random.default_rng(seed)
+    return first_mixing(
         lambda: [build.pairwise(n, rng.permutation(n)[: n - n % 2].reshape(-1, 2)) for _ in range(count)],
         f"cannot connect {n} workers in rounds={count}; raise rounds",
     )
@@ -55,7 +63,7 @@ def _matcha(n: Workers, base: str = "ring", budget: Share = 0.5, rounds: Period 
 
     Reference: Wang et al. 2019, "MATCHA: speeding up decentralized SGD via matching decomposition sampling", arXiv 1905.09435.
     """
-    rounds, rng = build.num_rounds(n, rounds), np.random.default_rng(seed)
+    rounds, rng = num_rounds(n, rounds), np.random.default_rng(seed)
     traits = registry.part("topology", registry.parse("topology", base)[0]).traits
     build.require(
         bool(traits.get("static")) and not traits.get("directed") and build.make(base, n).is_symmetric,
@@ -72,7 +80,7 @@ def _matcha(n: Workers, base: str = "ring", budget: Share = 0.5, rounds: Period 
         moves = [(build.swap(n, pairing), alpha) for pairing in active]
         return schedule.round_from_moves([(range(n), 1.0 - alpha * len(moves)), *moves])
 
-    return build.first_mixing(
+    return first_mixing(
         lambda: [draw_round() for _ in range(rounds)],
         f"cannot connect {n} workers over base={base!r} in rounds={rounds} with budget={budget:g}; raise rounds or budget",
     )
@@ -131,7 +139,7 @@ def _random_digraph(n: Workers, degree: Degree | None = None, seed: Draw = 0) ->
     One of the others is the next on a random cycle through all workers, which makes the graph strongly connected; the remaining ones
     are drawn uniformly.
     """
-    degree = build.degree_of(n, degree)
+    degree = degree_of(n, degree)
     rng = np.random.default_rng(seed)
     cycle = rng.permutation(n)
     A_NxN = np.eye(n) / (degree + 1.0)
@@ -154,7 +162,7 @@ def _erdos_renyi_digraph(n: Workers, p: EdgeProbability | None = None, seed: Dra
         return [schedule.round_from_matrix(A_NxN / A_NxN.sum(axis=0))]
 
     problem = f"found no strongly connected digraph of {n} workers with p={p:.3g}; raise p above ln(n)/n = {np.log(n) / n:.2g}"
-    return build.first_mixing(draw, problem)
+    return first_mixing(draw, problem)
 
 
 # -- EquiTopo ---------------------------------------------------------------------------------------------------------
@@ -182,7 +190,7 @@ def _equitopo_u(n: Workers, degree: Degree | None = None, seed: Draw = 0) -> bui
 
 
 def _equitopo_static(n: int, degree: int | None, seed: int, both_ways: bool) -> build.Rounds:
-    degree = build.degree_of(n, degree)
+    degree = degree_of(n, degree)
     rng = np.random.default_rng(seed)
 
     def draw():
@@ -192,7 +200,7 @@ def _equitopo_static(n: int, degree: int | None, seed: int, both_ways: bool) -> 
         moves = [(build.rotation(n, hop), (n - 1) / (n * len(hops))) for hop in sorted(hops)]
         return [schedule.round_from_moves([(range(n), 1.0 / n), *moves])]
 
-    return build.first_mixing(draw, f"found no connected graph of {n} workers; raise degree={degree}")
+    return first_mixing(draw, f"found no connected graph of {n} workers; raise degree={degree}")
 
 
 @build.register("equitopo_od", directed=True)
@@ -224,10 +232,32 @@ def _equitopo_ou(n: Workers, rounds: Period | None = None, eta: Arriving = 0.5, 
 def _equitopo_one_peer(
     n: int, rounds: int | None, eta: float, seed: int, draw_targets: Callable[[np.random.Generator], Sequence[int] | np.ndarray]
 ) -> build.Rounds:
-    rounds, rng = build.num_rounds(n, rounds), np.random.default_rng(seed)
+    rounds, rng = num_rounds(n, rounds), np.random.default_rng(seed)
     weight = eta * (n - 1) / n
 
     def draw():
         return [schedule.round_from_moves([(range(n), 1.0 - weight), (draw_targets(rng), weight)]) for _ in range(rounds)]
 
-    return build.first_mixing(draw, f"cannot connect {n} workers in rounds={rounds}; raise rounds")
+    return first_mixing(draw, f"cannot connect {n} workers in rounds={rounds}; raise rounds")
+
+
+# -- Shared -----------------------------------------------------------------------------------------------------------
+
+
+def first_mixing(draw: Callable[[], build.Rounds], problem: str) -> build.Rounds:
+    """Return the first random schedule that brings all workers to agreement; refused with `problem` if none of `MAX_DRAWS` does."""
+    drawn = (draw() for _ in range(MAX_DRAWS))
+    rounds = next((rounds for rounds in drawn if rounds and schedule.is_mixing(rounds)), [])
+    build.require(bool(rounds), problem)
+    return rounds
+
+
+def degree_of(n: int, degree: int | None) -> int:
+    """Return the number of others that a worker sends to, by default ⌈log2 n⌉."""
+    build.require(degree is None or degree < n, f"of {n} workers: degree={degree} must be at most {n - 1}")
+    return degree or build.log2_ceil(n)
+
+
+def num_rounds(n: int, rounds: int | None) -> int:
+    """Return the number of rounds of a random schedule, by default 2⌈log2 n⌉."""
+    return rounds or 2 * build.log2_ceil(n)
