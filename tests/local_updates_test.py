@@ -10,7 +10,7 @@ import pytest
 
 from decjax import codecs, mesh, optim, reduce
 from decjax.channel import Channel
-from decjax.contrib import onebit
+from decjax.contrib.onebit import scale_by_onebit_adam
 from tests.stand_ins import DenseAdam, dense_top, top
 
 N, DIM, STEPS, LR = 4, 6, 60, 0.05
@@ -155,7 +155,7 @@ def onebit(warm, codec=None):
     def make(channel):
         compressing = reduce.coded(codec=codec or top(2), form="gather", channel=channel)
         reducer = reduce.start_at(compressing, warm, reduce.mean(channel=channel))
-        return optax.chain(onebit.scale_by_onebit_adam(reducer, b2=0.99), optax.scale_by_learning_rate(LR)), reducer
+        return optax.chain(scale_by_onebit_adam(reducer, b2=0.99), optax.scale_by_learning_rate(LR)), reducer
 
     return make
 
@@ -198,7 +198,7 @@ def test_onebit_adam_survives_a_gradient_that_is_not_finite():
 
 def test_onebit_adam_leaves_what_has_no_variance():
     with pytest.raises(ValueError, match="needs warm steps"):
-        onebit.scale_by_onebit_adam(reduce.mean())
+        scale_by_onebit_adam(reduce.mean())
     w = workers("simulated")
     tx, _ = onebit(1, codecs.make("int8"))(Channel(w.axis))
     grads = w.stack({"x": jnp.array([1.0, 0.0])})

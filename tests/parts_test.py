@@ -139,7 +139,8 @@ def test_whatever_is_registered_is_listed(monkeypatch):
 
     (table,) = parts.parts("topology")
     cells = [[str(cell) for cell in column.cells] for column in table.columns]
-    assert [column[-1] for column in cells] == ["of_ones_own", "", "static\nneeds: patience"]
+    row = cells[0].index("of_ones_own")
+    assert [column[row] for column in cells] == ["of_ones_own", "", "static\nneeds: patience"]
     *lines, table = parts.part("topology", "of_ones_own")
     terminal = rich.console.Console(file=io.StringIO(), record=True, width=100)
     terminal.print(*lines)

@@ -24,9 +24,11 @@ def shown(package: str) -> set[str]:
 
 
 def shown_objects(package: str) -> list[object]:
-    """Return the objects that these paths name."""
+    """Return the objects that these paths name, and the members that are listed below paths of modules."""
     page = (REFERENCE / f"{package}.md").read_text()
     paths = [path.rpartition(".") for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+    listed = re.findall(r"^::: (\S+)\n +options: \{.*members: \[(.*)\]", page, re.MULTILINE)
+    paths += [(module, ".", name) for module, names in listed for name in names.split(", ")]
     modules = {home: importlib.import_module(home) for home, _, _ in paths if home in sys.modules or importlib.util.find_spec(home)}
     return [getattr(modules[home], name, None) for home, _, name in paths if home in modules]
 
