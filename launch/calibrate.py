@@ -7,7 +7,7 @@
 
 The config gives model, batch, optimizer and workers per node (`local_size`); its method is ignored. Without accelerators each worker
 is a CPU device. The machines should be idle: other load on them would end up in the profile. Methods of --compressed are timed without
-their messages. --links also measures the link of every pair of workers, for launch.place. docs/commands.md describes the table.
+their messages. --links also measures the link of every pair of workers, for launch.place. docs/reference/commands.md describes the table.
 """
 
 import contextlib

@@ -6,7 +6,7 @@
 
 launch.calibrate measures the cluster's profile; configs/clusters has some. --model is a config, a workload in JSON, or numbers:
 params, tokens or forward_s and backward_s, buckets=1, bytes=4 (per parameter), optimizer_s=0, combine_s=0.
-docs/commands.md describes the columns.
+docs/reference/commands.md describes the columns.
 """
 
 import dataclasses

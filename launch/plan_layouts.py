@@ -6,7 +6,7 @@
 
 Each layout is ranked with all-reduce, with the parts of Optimus-CC, and with gossip between pipelines. Layouts that do not divide
 the model or exceed the profile's memory_bytes are listed with the reason. Times follow from flops and links. --model is the config
-of a transformer, or its sizes, with hidden=4·width, tied=0 and bytes=4 by default. docs/commands.md describes the columns.
+of a transformer, or its sizes, with hidden=4·width, tied=0 and bytes=4 by default. docs/reference/commands.md describes the columns.
 """
 
 import dataclasses

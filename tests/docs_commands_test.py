@@ -283,8 +283,8 @@ def test_commands_of_code_blocks_are_what_a_shell_takes():
 
 
 def test_every_command_is_told():
-    """Every module that is a command is documented in docs/commands.md."""
-    told = (ROOT / "docs/commands.md").read_text()
+    """Every module that is a command is documented in docs/reference/commands.md."""
+    told = (ROOT / "docs/reference/commands.md").read_text()
     modules = [path.relative_to(ROOT) for top in ("launch", "experiments") for path in sorted((ROOT / top).rglob("*.py"))]
     starts = [".".join(path.with_suffix("").parts) for path in modules if '__name__ == "__main__"' in (ROOT / path).read_text()]
     others = ("experiments.bench.cluster.", "_torch")
@@ -301,7 +301,7 @@ def python_blocks(name: str) -> list[str]:
 
 def test_the_config_file_of_the_docs_is_one(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text(python_blocks("configs.md")[0])
+    path.write_text(python_blocks("guides/configs.md")[0])
     assert config_faults([f"--config={path}:topology=ring", "--config.model.width=64"]) == []
     assert sweep_faults({"config": str(path)}, [], True) == []
     path.write_text(path.read_text().replace("width=128", "widht=128"))
@@ -310,7 +310,7 @@ def test_the_config_file_of_the_docs_is_one(tmp_path):
 
 def test_python_of_the_docs_runs():
     scope = {"config": lm.get_config("optimizer=sgdm")}
-    exec(python_blocks("configs.md")[1], scope)
+    exec(python_blocks("guides/configs.md")[1], scope)
     assert scope["config"].optimizer.momentum == 0.95
     exec(python_blocks("guides/compression.md")[0], scope)
     assert scope["reducer"].phase(29) != scope["reducer"].phase(28)
@@ -323,7 +323,7 @@ def test_every_part_that_makes_messages_is_told(kind):
 
 
 def test_every_key_of_the_shorthand_is_told():
-    told = docs("configs.md") + docs("guides/pipelines.md")
+    told = docs("guides/configs.md") + docs("guides/pipelines.md")
     assert [key for key in shorthand.keys(lm.OWN) if not re.search(rf"`{key}[=`]", told)] == []
 
 

@@ -1,4 +1,4 @@
-"""The examples in docs/adding and docs/own_loop.md run as shown.
+"""The examples in docs/adding and docs/guides/own_loop.md run as shown.
 
 Files are written where a page says, outside of the package; the page's commands train with them by name and fail with the errors
 shown, and its tests pass.
@@ -224,8 +224,8 @@ def test_another_file_may_not_take_the_name(folder, tmp_path):
 
 
 def blocks(heading):
-    """The code of a section of docs/own_loop.md, one string per block."""
-    _, _, section = (DOCS / "own_loop.md").read_text().partition(f"\n{heading}\n")
+    """The code of a section of docs/guides/own_loop.md, one string per block."""
+    _, _, section = (DOCS / "guides" / "own_loop.md").read_text().partition(f"\n{heading}\n")
     found = re.findall(r"```python\n(.*?)```", re.split(r"\n##* ", section)[0], re.DOTALL)
     assert found
     return found

@@ -1,4 +1,4 @@
-"""The JobSet of docs/launching.md has the fields and types of its schema, and its values are consistent.
+"""The JobSet of docs/guides/launching.md has the fields and types of its schema, and its values are consistent.
 
 The fields are those of `api/jobset/v1alpha2/jobset_types.go` of kubernetes-sigs/jobset at commit 0336a8f, and of JobSpec, PodSpec
 and Container in Kubernetes 1.31 (`batch/v1`, `v1`), as far as a training job needs them: the API server would drop or refuse any
@@ -13,7 +13,7 @@ import yaml
 
 from launch import command
 
-PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs/launching.md"
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs/guides/launching.md"
 
 
 class Required(str):
