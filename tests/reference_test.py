@@ -53,4 +53,4 @@ def test_registered_parts_are_shown(package, kind):
 @pytest.mark.parametrize("page", sorted(REFERENCE.glob("*.md")), ids=lambda page: page.stem)
 def test_examples_run(page):
     results = doctest.testfile(str(page), module_relative=False)
-    assert not results.failed and (results.attempted or page.stem in ("commands", "index", "measure"))  # measuring takes devices and seconds
+    assert not results.failed and (results.attempted or page.stem in ("commands", "index", "measure"))  # measuring takes seconds
