@@ -1,142 +1,325 @@
-"""Runs that race to a loss: their losses and seconds, read from run directories, as a table and a figure."""
+"""The race: which method reaches a loss first on a slow network, with every method tuned alike.
 
-from collections.abc import Callable, Mapping, Sequence
-import itertools
-import json
+    python -m experiments.race --task=lm --out=runs/race
+    python -m experiments.race --task=translation --multi30k=data/multi30k --out=runs/race
+    python -m experiments.race --task=lm --out=runs/race --smoke
+
+Four workers, one per emulated host. Time to target is the product of two measurements, each of which has its own file of results:
+
+1. *Loss against steps*, from simulated workers: the arithmetic of real ones, without a network. `--results` is the results log. Every
+   row is tuned alike in shorter runs with a separate seed: three learning rates, further ones while the best is at an edge, then the
+   row's other options, then rates √2 below and above the best. The best setting is trained with each seed. A row that does not reach
+   the target is trained for 1.5 and then 2 times as many steps.
+2. *Seconds per step*, from real processes on the emulated cluster, measured by `experiments.race_steps` at several bandwidths and
+   saved in `--step_times`.
+
+The targets are losses of the first row, fp32 all-reduce: its final loss and its loss after half of the steps. Without `--step_times`
+the command trains, and prints losses only.
+"""
+
+from collections.abc import Mapping
 import math
 import pathlib
-import statistics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from experiments import script, trials
+from absl import flags
 
-NEAR = 0.05  # nats above a goal: a second goal, which is not at the flat end of the run that sets it
+from experiments import script, seeds, sweep, trials
+from experiments.methods import HOSTS
+from experiments.results_log import ResultsLog
+from launch import command, config_file
+
+FLAGS = flags.FLAGS
+
+TUNING_SEED, SEEDS = 99, 3
+LENGTHS = (1.0, 1.5, 2.0)  # of a row's runs, relative to the first row's
+FINE = 2**0.5  # ratio of the last learning rates that are tried
+
+REDUCE, LOCAL, GOSSIP = "all-reduce", "local steps", "gossip"  # families, each with a color
+FP32 = "all-reduce fp32"
+ONE_PEER, INT4 = "topology=one_peer_exponential", "reducer=codec,codec=int4"
+ADAMW, MUON = "adamw", "muon"
+OUTER = ("0.5, 0.5", "1.0, 0.0", "0.7, 0.9")  # rate and momentum of an outer step
 
 
-class Point(NamedTuple):
-    """The averaged model at one moment of a run."""
+class Row(NamedTuple):
+    """A method of the race.
 
-    step: int
-    time_s: float  # of training so far
-    loss: float  # on validation data
-
-
-def read(workdir: pathlib.Path) -> list[Point]:
-    """Return the validation losses of a run, with the seconds of training up to each.
-
-    Rates are logged without compilation and evaluation; tokens ÷ rate are the seconds of the steps since the last row.
+    Attributes:
+        shorthand: of a config file.
+        family: one of `REDUCE`, `LOCAL` and `GOSSIP`.
+        optimizer: comparisons are within one optimizer.
+        outer: rates and momenta of its outer step that are tried; (): it has none.
     """
-    points, time_s, step = [], 0.0, 0
-    config = json.loads((workdir / "config.json").read_text())
-    tokens = config["batch_size"] * (config["model"].get("context") or config["data"]["length"])
-    for row in trials.Trial(workdir).rows():
-        if row["kind"] == "train":
-            time_s += (row["step"] - step) * tokens / row["tokens_per_s"]
-            step = row["step"]
-        else:
-            points.append(Point(row["step"], time_s, row["loss"]))
-    return points
+
+    shorthand: str
+    family: str
+    optimizer: str = ADAMW
+    outer: tuple[str, ...] = ()
 
 
-def reached(points: Sequence[Point], loss: float, get: Callable[[Point], float] = lambda point: point.time_s) -> float:
-    """Return when a run reached a loss and stayed below it, in seconds or as `get` says, interpolated between evaluations; nan: never.
+ROWS = {
+    FP32: Row("method=allreduce", REDUCE),
+    "all-reduce bf16": Row("method=allreduce,reducer=codec,codec=bfloat16", REDUCE),
+    "all-reduce int8": Row("method=allreduce,reducer=codec,codec=int8", REDUCE),
+    "PowerSGD, rank 4": Row("method=allreduce,reducer=powersgd,rank=4", REDUCE),
+    "PowerSGD, rank 32": Row("method=allreduce,reducer=powersgd,rank=32", REDUCE),
+    "0/1 Adam": Row("method=zero_one_adam", REDUCE),
+    "all-reduce, one step stale": Row("method=allreduce,stale", REDUCE),
+    "gossip fp32": Row(ONE_PEER, GOSSIP),
+    "gossip bf16": Row(f"{ONE_PEER},codec=bfloat16", GOSSIP),
+    "gossip int8": Row(f"{ONE_PEER},codec=int8", GOSSIP),
+    "gossip int4, CHOCO": Row(f"{ONE_PEER},mixer=choco,codec=int4", GOSSIP),
+    "gossip int8, AccumAdamW": Row(f"{ONE_PEER},codec=int8,optimizer=accum_adamw", GOSSIP),
+    "DiLoCo int4, H = 4": Row(f"method=diloco,every=4,{INT4}", LOCAL, outer=OUTER),
+    "DiLoCo int4, H = 16": Row(f"method=diloco,every=16,{INT4}", LOCAL, outer=OUTER),
+    "all-reduce fp32, Muon": Row("method=allreduce,optimizer=muon", REDUCE, MUON),
+    "all-reduce int8, Muon": Row("method=allreduce,reducer=codec,codec=int8,optimizer=muon", REDUCE, MUON),
+    "gossip int8, Muon": Row(f"{ONE_PEER},codec=int8,optimizer=muon", GOSSIP, MUON),
+    "MuLoCo int4, H = 4": Row(f"method=diloco,every=4,{INT4},optimizer=muon", LOCAL, MUON, OUTER),
+    "MuLoCo int4, H = 16": Row(f"method=diloco,every=16,{INT4},optimizer=muon", LOCAL, MUON, OUTER),
+}
 
-    A single good evaluation among worse ones does not count: losses of small models vary between evaluations.
+
+SMOKE_ROWS = ("gossip int8", "MuLoCo int4, H = 4")
+
+
+class Task(NamedTuple):
+    """A task of the race.
+
+    Attributes:
+        config: the config file.
+        batch_size: examples per step, of all workers together.
+        steps: of fp32 all-reduce.
+        tuning_steps: of the runs that tune.
+        every: steps between evaluations.
+        rates: learning rates that are tried first, by optimizer.
+        rate: of the links, for the headline.
+        unit: of the loss.
+        fields: further fields of the config.
+        score: entry of the summary for the score on test data; empty: none.
+        sure: rows with all seeds; the others have one. Empty: all rows.
     """
-    above = [k for k, point in enumerate(points) if point.loss > loss]
+
+    config: str
+    batch_size: int
+    steps: int
+    tuning_steps: int
+    every: int
+    rates: Mapping[str, tuple[float, ...]]
+    rate: str
+    unit: str
+    fields: Mapping[str, Any] = {}
+    score: str = ""
+    sure: tuple[str, ...] = ()
+
+
+TASKS = {
+    "lm": Task(
+        "configs/lm.py",
+        batch_size=16,
+        steps=2500,
+        tuning_steps=800,
+        every=50,
+        rates={ADAMW: (8e-3, 1.6e-2, 3.2e-2), MUON: (2e-2, 4e-2, 8e-2)},
+        rate="20mbit",
+        unit="nats/byte",
+        fields={"data.sample_bytes": 0},
+    ),
+    "translation": Task(
+        "configs/translation.py",
+        batch_size=32,
+        steps=1500,
+        tuning_steps=500,
+        every=50,
+        rates={ADAMW: (2e-3, 4e-3, 8e-3), MUON: (5e-3, 1e-2, 2e-2)},
+        rate="100mbit",
+        unit="nats/token",
+        score="eval_bleu",
+    ),
+}
+
+
+def sizes(task: Task) -> dict[str, int]:
+    """Return the sizes of a task's model."""
+    return {name: size for name, size in config_file.get_config(task.config).model.items() if type(size) is int}
+
+
+class Setting(NamedTuple):
+    """What tuning decides."""
+
+    rate: float
+    outer: str = ""  # "rate, momentum"
+
+    def __str__(self) -> str:
+        return f"{self.rate:.3g}" + (f" ({self.outer})" if self.outer else "")
+
+
+class Curve(NamedTuple):
+    """The result of a run."""
+
+    steps: int
+    losses: list[tuple[int, float]]  # (step, validation loss of the averaged model)
+    sent: float  # bytes per worker and step
+    score: float | None = None
+
+    @property
+    def last(self) -> float:
+        """The final loss."""
+        return self.losses[-1][1]
+
+
+def read(run: trials.Trial) -> dict[str, Any]:
+    """Return the entry of a run in the results log."""
+    summary = run.summary()
+    scores = {name: value for name, value in summary.items() if name == "eval_bleu"}
+    losses = [(row["step"], round(row["loss"], 5)) for row in run.rows("eval")]
+    return {"losses": losses, "eval_loss": summary["eval_loss"], "bytes": summary["bytes_per_step_per_worker"], **scores}
+
+
+def steps_to(losses: list[tuple[int, float]], target: float) -> float:
+    """Return the step after which the loss stays below the target, interpolated between evaluations; infinite: never.
+
+    A single good evaluation among worse ones does not count.
+    """
+    above = [k for k, (_, loss) in enumerate(losses) if loss > target]
     if not above:
-        return get(points[0]) if points else math.nan
-    if above[-1] + 1 == len(points):
-        return math.nan
-    before, after = points[above[-1] : above[-1] + 2]
-    share = (before.loss - loss) / (before.loss - after.loss)
-    return get(before) + share * (get(after) - get(before))
+        return losses[0][0]
+    if above[-1] + 1 == len(losses):
+        return math.inf
+    (step, loss), (next_step, next_loss) = losses[above[-1] : above[-1] + 2]
+    return step + (next_step - step) * (loss - target) / (loss - next_loss)
+
+
+class Race(NamedTuple):
+    """The runs of a task."""
+
+    task: Task
+    out: pathlib.Path
+    log: ResultsLog
+    data: str  # path; empty: the task's own
+    smoke: bool  # tiny models, few steps, one rate, one seed
+
+    @property
+    def steps(self) -> int:
+        """Steps of the first row."""
+        return 10 if self.smoke else self.task.steps
+
+    def curve(self, name: str, setting: Setting, seed: int, steps: int) -> Curve | None:
+        """Return the result of a run, which is trained if it is missing; None if it diverged."""
+        task = self.task
+        shorthand = f"{ROWS[name].shorthand},workers={HOSTS},simulate,steps={steps}" + ",smoke" * self.smoke
+        fields = {"schedule.learning_rate": setting.rate, "seed": seed, "batch_size": task.batch_size, **task.fields}
+        fields |= {"eval.every": 5 if self.smoke else task.every, "eval.local": False, "checkpoint.every": 10**9}
+        for option, value in zip(("learning_rate", "momentum"), setting.outer.split(", ") if setting.outer else ()):
+            fields[f"method.outer_{option}"] = float(value)
+        if self.data:
+            fields["data.path"] = self.data
+        run = trials.trial(self.out, f"{name} {setting} {seed} {steps}", f"{task.config}:{shorthand}", fields)
+        numbers = self.log.result(run, read)
+        return numbers and Curve(steps, numbers["losses"], numbers["bytes"], numbers.get(task.score))
+
+    def tune(self, name: str) -> tuple[Setting, dict[Setting, float]]:
+        """Return the best setting, and the loss of each that was tried, infinite if it diverged."""
+        row, tried = ROWS[name], {}
+        steps = self.steps if self.smoke else self.task.tuning_steps
+
+        def measure(rate: float, outer: str) -> float:
+            setting = Setting(float(f"{rate:.3g}"), outer)
+            if setting not in tried:
+                curve = self.curve(name, setting, TUNING_SEED, steps)
+                tried[setting] = curve.last if curve else math.inf
+            return tried[setting]
+
+        first = row.outer[0] if row.outer else ""
+        grid = self.task.rates[row.optimizer]
+        rate, _ = seeds.best_rate(lambda rate: measure(rate, first), grid[:1] if self.smoke else grid)
+        if not self.smoke:
+            outer = min(row.outer or [""], key=lambda outer: measure(rate, outer))
+            for factor in (1 / FINE, FINE):
+                measure(rate * factor, outer)
+        return min(tried, key=lambda setting: tried[setting]), tried
+
+    def seeds(self, name: str) -> range:
+        """Return the seeds of a row."""
+        return range(1 if self.smoke or (self.task.sure and name not in self.task.sure) else SEEDS)
+
+    def targets(self, curves: Mapping[str, "Result"]) -> tuple[float, float]:
+        """Return the losses that the first row has at the end and after half of its steps, means over its seeds."""
+        first = [curve for curve in curves[FP32].curves if curve]
+        last, half = zip(*((curve.last, loss_at(curve.losses, self.steps / 2)) for curve in first))
+        return sum(last) / len(last), sum(half) / len(half)
+
+    def result(self, name: str, target: float = math.inf) -> "Result":
+        """Tune a row and train it with its seeds, for the fewest steps with which its first seed reaches the target."""
+        setting, tried = self.tune(name)
+        for length in LENGTHS[:1] if self.smoke or name == FP32 else LENGTHS:
+            steps = round(length * self.steps)
+            first = self.curve(name, setting, 0, steps)
+            if first is None or steps_to(first.losses, target) < math.inf:
+                break
+        return Result(setting, tried, steps, [self.curve(name, setting, seed, steps) for seed in self.seeds(name)])
 
 
 class Result(NamedTuple):
-    """Results of a method, one for each round; None where there is no forecast."""
+    """Results of a row."""
 
-    runs: list[list[Point]]
-    step_s: list[float]
-    predicted_step_s: list[float] | None  # by the cost model
-    to_loss_s: list[float]  # seconds to the loss that all-reduce ended with
-    near_s: list[float]  # the same to `NEAR` above it
-    predicted_to_loss_s: list[float] | None
-    scores: Sequence[float] = ()  # of the averaged model on test data, for tasks that have one
+    setting: Setting
+    tried: dict[Setting, float]
+    steps: int
+    curves: list[Curve | None]  # one for each seed; None: it diverged
 
 
-def tabulate(found: Mapping[str, Result], score: str = "") -> script.Table:
-    """Return the seconds to the loss that the first method, all-reduce, ends with, and the speed-up, measured and predicted.
+def loss_at(losses: list[tuple[int, float]], step: float) -> float:
+    """Return the loss at a step, interpolated between evaluations."""
+    before = max((each for each in losses if each[0] <= step), default=losses[0])
+    after = min((each for each in losses if each[0] >= step), default=losses[-1])
+    share = (step - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
+    return before[1] + share * (after[1] - before[1])
 
-    `score` is the name of the runs' final score; "": none.
-    """
-    table = script.table(
-        "",
-        "ms per step",
-        "predicted",
-        "final loss",
-        *([f"final {score}"] if score else []),
-        "seconds to all-reduce's loss",
-        "times as fast",
-        "predicted",
-        "error",
-        f"times as fast to {NEAR:g} nats above it",
-    )
-    first = next(iter(found.values()))
-    for name, result in found.items():
-        ratios = _ratios(first.to_loss_s, result.to_loss_s)
-        own_s = result.predicted_to_loss_s
-        predicted = _ratios(first.predicted_to_loss_s or [], own_s) if own_s else []
+
+def tabulate(race: Race, results: Mapping[str, Result]) -> script.Table:
+    """Return the losses of all rows and their steps to the targets."""
+    targets = race.targets(results)
+    columns = ("bytes per step", "steps", f"final {race.task.unit}", *(f"steps to {target:.3f}" for target in targets))
+    table = script.table("", *columns, "setting", "tried")
+    for name, result in results.items():
+        ended = [curve for curve in result.curves if curve]
         table.add_row(
             name,
-            ", ".join(map(script.ms, result.step_s)),
-            ", ".join(map(script.ms, result.predicted_step_s or [])),
-            ", ".join(f"{run[-1].loss:.3f}" for run in result.runs),
-            *([", ".join(f"{value:.1f}" for value in result.scores)] if score else []),
-            ", ".join("never" if math.isnan(time_s) else f"{time_s:.0f}" for time_s in result.to_loss_s),
-            _times(ratios),
-            _times(predicted) if predicted else "",
-            ", ".join(_error(*each) for each in zip(predicted, ratios)) if result is not first else "",
-            _times(_ratios(first.near_s, result.near_s)),
+            f"{ended[0].sent:,.0f}" if ended else "",
+            str(result.steps),
+            seeds.spread([curve.last for curve in ended]).text(3) if ended else "diverged",
+            *(", ".join(_steps(steps_to(curve.losses, target)) for curve in ended) for target in targets),
+            str(result.setting),
+            "; ".join(f"{setting}: {loss:.3f}" for setting, loss in result.tried.items()),
         )
     return table
 
 
-def _ratios(reference_s: Sequence[float], own_s: Sequence[float]) -> list[float]:
-    """Return the speed-up of each round; nan if the loss was never reached."""
-    return [reference / own for reference, own in zip(reference_s, own_s, strict=True)]
+def _steps(value: float) -> str:
+    return "never" if math.isinf(value) else f"{value:.0f}"
 
 
-def _error(predicted: float, ratio: float) -> str:
-    return "–" if math.isnan(predicted * ratio) else script.difference(predicted, ratio)
+def main() -> None:
+    out = script.folder() / FLAGS.task
+    script.check_names("row", FLAGS.row, ROWS)
+    if FLAGS.task == "translation" and not FLAGS.multi30k:
+        command.fail("--multi30k is missing; give the folder of Multi30k's parallel files")
+    chosen = FLAGS.row or (SMOKE_ROWS if FLAGS.smoke else ROWS)
+    names = [name for name in ROWS if name == FP32 or name in chosen]
+    data = FLAGS.multi30k or "" if FLAGS.task == "translation" else ""
+    race = Race(TASKS[FLAGS.task], out, ResultsLog.of(out, FLAGS.results, trials.Pool(FLAGS.together)), data, FLAGS.smoke)
+    results = {FP32: race.result(FP32)}
+    target, _ = race.targets(results)
+    others = race.log.pool.map(lambda name: race.result(name, target), names[1:])
+    results |= dict(zip(names[1:], others, strict=True))
+    script.show(tabulate(race, results))
 
 
-def _times(ratios: Sequence[float]) -> str:
-    """Return the mean of several speed-ups, and each in parentheses."""
-    own = ", ".join("never" if math.isnan(ratio) else f"{ratio:.2f}" for ratio in ratios)
-    return own if math.isnan(sum(ratios)) or len(ratios) == 1 else f"{statistics.mean(ratios):.2f} ({own})"
-
-
-def draw(path: str, found: Mapping[str, Result], title: str, unit: str) -> None:
-    """Draw loss against seconds, a panel for each round, up to the first loss of all-reduce and 1.2 times its duration.
-
-    Methods without a forecast are dashed; a dot marks where a method reaches all-reduce's final loss.
-    """
-    caption = f"{title}\ndots and legend: when each method reaches the final loss of all-reduce and stays below it"
-    first = next(iter(found.values())).runs
-    top, end_s = max(run[0].loss for run in first), max(run[-1].time_s for run in first)
-    with script.panels(path, len(first), (5.5 * len(first), 4.5), caption) as axes:
-        for k, axis in enumerate(axes):
-            goal = first[k][-1].loss
-            axis.axhline(goal, color="0.5", linewidth=0.8, linestyle="--")
-            for color, (name, result) in zip(itertools.cycle(script.COLORS), found.items()):
-                time_s, run = result.to_loss_s[k], result.runs[k]
-                label = f"{name}: {'never' if math.isnan(time_s) else f'{time_s:.0f} s'}"
-                style = dict(color=color, linewidth=1.6, alpha=0.9, linestyle="--" if result.predicted_step_s is None else "-")
-                axis.plot([point.time_s for point in run], [point.loss for point in run], label=label, **style)
-                axis.plot(time_s, goal, "o", color=color, markersize=7, zorder=3)
-            axis.set(xlabel="seconds of training", xlim=(0, 1.2 * end_s))
-            axis.set_title(f"seed {k}", fontsize=10)
-            axis.set_ylim(top=top + 0.02 * abs(top))
-            axis.legend(fontsize=8, framealpha=0.85, edgecolor="none")
-        axes[0].set_ylabel(f"validation loss, {unit}")
+if __name__ == "__main__":
+    script.define("out", "row", "results", "pages", "smoke")
+    flags.DEFINE_enum("task", "lm", list(TASKS), "Task to learn.")
+    flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files, for --task=translation.")
+    flags.DEFINE_integer("together", trials.TOGETHER, "Runs at a time.", lower_bound=1)
+    script.run(main, sweep.ERRORS)

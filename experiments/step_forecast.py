@@ -13,7 +13,7 @@ import pathlib
 
 from absl import flags
 
-from experiments import race, script, time_to_loss, trials
+from experiments import curves, script, time_to_loss, trials
 from experiments.bench.cluster import systems, twins
 from experiments.bench.cluster.group import done
 from experiments.methods import HOSTS
@@ -39,7 +39,7 @@ def train(network: cluster.Network, method: str, setup: Setup, workdir: pathlib.
     if not run.finished:
         run = run._replace(fields=(*run.fields, ("eval.num_windows", 1)))
         done(method, network.run("launch.train", run.arguments))
-    half, *_, end = race.read(workdir)
+    half, *_, end = curves.read(workdir)
     return (end.time_s - half.time_s) / (end.step - half.step)
 
 

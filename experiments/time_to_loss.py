@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from decjax import costmodel
-from experiments import cluster_runtime, methods, race, script, seeds, trials
+from experiments import cluster_runtime, curves, methods, script, seeds, trials
 from experiments.bench.cluster import systems, twins
 from experiments.bench.cluster.group import Failed, done
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, STALE, SYNC
@@ -147,7 +147,7 @@ def simulate(out: pathlib.Path, setup: Setup, method: str, tuned: Tuned) -> floa
     """Return the final loss of a simulated run, which is trained unless that is done; infinite if it diverged."""
     workdir = out / "tuning" / trials.name_of(method) / f"{tuned.rate:.3g}_{tuned.steps}"
     ended = setup.pool.train(trial(method, setup, tuned, workdir, seed=99, simulate=True))
-    return race.read(workdir)[-1].loss if ended else math.inf
+    return curves.read(workdir)[-1].loss if ended else math.inf
 
 
 def tune(out: pathlib.Path, setup: Setup) -> dict[str, Tuned]:
@@ -161,12 +161,12 @@ def tune(out: pathlib.Path, setup: Setup) -> dict[str, Tuned]:
         raise Failed(f"no simulated run of {SYNC} ended; its output has the reason")
 
     def lengthened(method: str) -> Tuned:
-        """Return the fewest steps with which it ends `race.NEAR` below the goal; if none do, those with the smallest loss."""
+        """Return the fewest steps with which it ends `curves.NEAR` below the goal; if none do, those with the smallest loss."""
         losses: dict[Tuned, float] = {}
         for share in (1.0,) if method == SYNC else setup.longer:
             tuned = Tuned(rates[method][0], round(share * setup.job.steps))
             losses[tuned] = simulate(out, setup, method, tuned)
-            if losses[tuned] <= goal - race.NEAR:
+            if losses[tuned] <= goal - curves.NEAR:
                 return tuned
         return min(losses, key=lambda tuned: losses[tuned])
 
@@ -259,29 +259,29 @@ def train(network: cluster.Network, out: pathlib.Path, setup: Setup, tuned: dict
             done(method, code)
 
 
-def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str) -> dict[str, race.Result]:
+def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str) -> dict[str, curves.Result]:
     """Return every method's result, from the run directories; `score` is that of the job."""
     places = measured, simulated_round
-    goals, simulated_goals = ([race.read(place(out, SYNC, seed))[-1].loss for seed in range(rounds)] for place in places)
+    goals, simulated_goals = ([curves.read(place(out, SYNC, seed))[-1].loss for seed in range(rounds)] for place in places)
     predicted_s = [predict(profile(out, seed)) for seed in range(rounds)]
     found = {}
     for method in [*tuned, *PEERS]:
         made = [Trial(measured(out, method, seed)) for seed in range(rounds)]
         if not all(run.finished for run in made):
             continue
-        runs = [race.read(run.workdir) for run in made]
+        runs = [curves.read(run.workdir) for run in made]
         own_s, predicted_to_loss_s = None, None
         if method in tuned:
             own_s = [of[method] for of in predicted_s]
-            simulations = [race.read(simulated_round(out, method, seed)) for seed in range(rounds)]
-            needed = [race.reached(run, loss, lambda point: point.step) for run, loss in zip(simulations, simulated_goals)]
+            simulations = [curves.read(simulated_round(out, method, seed)) for seed in range(rounds)]
+            needed = [curves.reached(run, loss, lambda point: point.step) for run, loss in zip(simulations, simulated_goals)]
             predicted_to_loss_s = [step_s * steps for step_s, steps in zip(own_s, needed)]
-        found[method] = race.Result(
+        found[method] = curves.Result(
             runs,
             [run[-1].time_s / run[-1].step for run in runs],
             own_s,
-            [race.reached(run, loss) for run, loss in zip(runs, goals)],
-            [race.reached(run, loss + race.NEAR) for run, loss in zip(runs, goals)],
+            [curves.reached(run, loss) for run, loss in zip(runs, goals)],
+            [curves.reached(run, loss + curves.NEAR) for run, loss in zip(runs, goals)],
             predicted_to_loss_s,
             [run.summary()[f"eval_{score}"] for run in made] if score else (),
         )
@@ -336,12 +336,12 @@ def main() -> None:
         train(network, out, setup, tuned, FLAGS.rounds)
     simulate_rounds(out, setup, tuned, FLAGS.rounds)
     found = results(out, tuned, FLAGS.rounds, job.score)
-    table = race.tabulate(found, job.score.upper())
+    table = curves.tabulate(found, job.score.upper())
     title = f"{job.about} on four hosts, links of {FLAGS.rate.replace('mbit', ' Mbit/s')}"
     script.show(table)
     rows = {name: result._asdict() for name, result in found.items()}
     rates = {name: each._asdict() for name, each in tuned.items()}
-    script.publish(job.name, table, lambda path: race.draw(path, found, title, job.unit), tuned=rates, **rows)
+    script.publish(job.name, table, lambda path: curves.draw(path, found, title, job.unit), tuned=rates, **rows)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Mutation tests: small faults are put into the library one at a time, and a test must fail for each.
 
+    pip install pytest-cov
+    python -m pytest --cov=decjax --cov-context=test --cov-report= --junitxml=durations.xml
     python -m tests.mutants --count=100 --seed=0 --out=mutants.jsonl
 
-Each mutant is written to a copy of the tree, where the tests that mention definitions of its file run: quick ones first, then slow
-ones. A test that also fails without the mutant does not count. The same command continues from --out, and prints the surviving
-mutants.
+Each mutant is written to a copy of the tree, where the quickest tests that execute its lines run, as many as take `--budget_s`
+seconds together. If no test executes them in its own process, the tests of the function run, or else the test files that are named
+like the module or its package. A test that also fails without the mutant does not count. The same command continues from --out, and
+prints the surviving mutants.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import ast
 import collections
 from collections.abc import Iterator
 import difflib
+import itertools
 import json
 import os
 import pathlib
@@ -21,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import xml.etree.ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = "gossip reduce codecs optim topology mesh train elastic config".split()
@@ -29,6 +34,9 @@ SWAPPED = {
     ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
+OPTIONS = dict(
+    count=100, seed=0, budget_s=60.0, timeout_s=900.0, out="mutants.jsonl", coverage=".coverage", durations="durations.xml"
+)
 SKIPPED = (ast.JoinedStr, ast.Raise, ast.arguments, ast.Import, ast.ImportFrom)  # nodes whose children are not mutated
 
 
@@ -76,15 +84,40 @@ def mutants(path: pathlib.Path, rng: random.Random) -> list[tuple[str, str]]:
     return mutated
 
 
-def tests_of(path: pathlib.Path, most: int) -> list[str]:
-    """Return test files by number of mentions of a file's definitions; if there are none, of its package."""
-    defined = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    for names in ({path.stem, *(name for name in defined if name[0] != "_")} - {"__init__"}, {path.parent.name}):
-        pattern = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b") if names else None
-        count = {test: len(pattern.findall(test.read_text())) for test in (ROOT / "tests").glob("*_test.py")} if pattern else {}
-        if ranked := sorted((test for test in count if count[test]), key=lambda test: (-count[test], test.name)):
-            return [str(test.relative_to(ROOT)) for test in ranked[:most]]
-    return []
+class Tests:
+    """The tests that execute a line, from the files that pytest-cov and `--junitxml` write."""
+
+    def __init__(self, coverage_file: str, durations_file: str):
+        import coverage
+
+        self._data = coverage.CoverageData(coverage_file)
+        self._data.read()
+        self._root = next(path for path in self._data.measured_files() if path.endswith("decjax/__init__.py")).removesuffix(
+            "decjax/__init__.py"
+        )
+        self._seconds: dict[str, float] = collections.defaultdict(float)
+        for case in xml.etree.ElementTree.parse(durations_file).iter("testcase"):
+            name = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
+            self._seconds[name] += float(case.attrib["time"])
+
+    def of(self, path: pathlib.Path, lines: range, budget_s: float) -> list[str]:
+        """Return the quickest tests of some lines of a file, or of their function, as many as take `budget_s` seconds together."""
+        contexts = self._data.contexts_by_lineno(f"{self._root}{path.relative_to(ROOT)}")
+        for span in (lines, _function(path, lines)):
+            names = {context.rpartition("|")[0] for line in span for context in contexts.get(line, ())} & self._seconds.keys()
+            quickest = sorted(names, key=lambda name: (self._seconds[name], name))
+            totals_s = itertools.accumulate(self._seconds[name] for name in quickest)
+            if names:
+                return [name for name, total_s in zip(quickest, totals_s) if total_s <= budget_s] or quickest[:1]
+        files = {test for name in (path.stem, path.parent.name) for test in (ROOT / "tests").glob(f"{name}*_test.py")}
+        return sorted(str(test.relative_to(ROOT)) for test in files)
+
+
+def _function(path: pathlib.Path, lines: range) -> range:
+    """Return the lines of the innermost function around some lines of a file; none outside of functions."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    spans = [range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in functions]
+    return min((span for span in spans if lines.start in span), key=len, default=range(0))
 
 
 def failing(copy: pathlib.Path, tests: list[str], timeout_s: float, *options: str) -> str | None:
@@ -98,29 +131,28 @@ def failing(copy: pathlib.Path, tests: list[str], timeout_s: float, *options: st
     return None if done.returncode in (0, 5) else match[1] if match else f"exit code {done.returncode}"  # 5: no tests
 
 
-def fate(copy: pathlib.Path, path: pathlib.Path, source: str, arguments) -> str:
+def fate(copy: pathlib.Path, path: pathlib.Path, source: str, tests: list[str], timeout_s: float) -> str:
     """Return the test that kills a mutant, or "survived"."""
-    tests, place, original = tests_of(path, arguments.most), copy / path.relative_to(ROOT), path.read_text()
-    for marker in ("not slow", "slow"):
-        options = ["-m", marker]
-        while True:
-            place.write_text(source)
-            killer = failing(copy, tests, arguments.timeout_s, *options)
-            place.write_text(original)
-            if not killer:
-                break
-            single = "::" in killer  # otherwise a timeout, or a file that cannot be imported
-            if not failing(copy, [killer] if single else tests, arguments.timeout_s, *options):
-                return killer
-            if not single:
-                return f"unknown: {killer}, also without the mutant"
-            options += ["--deselect", killer]
-    return "survived"
+    if not tests:
+        return "survived, no test executes it"
+    place, original, options = copy / path.relative_to(ROOT), path.read_text(), []
+    while True:
+        place.write_text(source)
+        killer = failing(copy, tests, timeout_s, *options)
+        place.write_text(original)
+        if not killer:
+            return "survived"
+        single = "::" in killer  # otherwise a timeout, or a file that cannot be imported
+        if not failing(copy, [killer] if single else tests, timeout_s, *options):
+            return killer
+        if not single:
+            return f"unknown: {killer}, also without the mutant"
+        options += ["--deselect", killer]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"count": 100, "seed": 0, "most": 6, "timeout_s": 900.0, "out": "mutants.jsonl"}.items():
+    for name, value in OPTIONS.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     arguments = parser.parse_args()
     rng, out = random.Random(arguments.seed), pathlib.Path(arguments.out)
@@ -128,6 +160,7 @@ def main() -> None:
     files_of = {
         name: sorted(path for path in (ROOT / "decjax" / name).glob("*.py") if path.name != "__init__.py") for name in PACKAGES
     }
+    known = Tests(arguments.coverage, arguments.durations)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = pathlib.Path(folder, "tree")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "site", "__pycache__"))
@@ -136,10 +169,13 @@ def main() -> None:
             paths = files_of[PACKAGES[index % len(PACKAGES)]]
             (path,) = rng.choices(paths, [path.stat().st_size for path in paths])
             kind, source = rng.choice(mutants(path, rng))
-            diff = [*difflib.unified_diff(path.read_text().splitlines(), source.splitlines(), lineterm="", n=0)][3:]
+            header, *diff = [*difflib.unified_diff(path.read_text().splitlines(), source.splitlines(), lineterm="", n=0)][2:]
+            first, _, count = re.match(r"@@ -(\d+)(,(\d+))? ", header).groups()
+            lines = range(int(first), int(first) + int(count or 1))
             mutant = {"file": str(path.relative_to(ROOT)), "kind": kind, "diff": diff}
             if not any(mutant.items() <= row.items() for row in rows):
-                rows.append(mutant | {"fate": fate(copy, path, source, arguments)})
+                tests = known.of(path, lines, arguments.budget_s)
+                rows.append(mutant | {"fate": fate(copy, path, source, tests, arguments.timeout_s)})
                 with out.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
                 print(f"{index + 1}/{arguments.count} {mutant['file']} {kind}: {rows[-1]['fate']}", flush=True)

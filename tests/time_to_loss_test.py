@@ -14,10 +14,10 @@ import types
 import pytest
 
 from decjax import config
-from experiments import race, seeds, step_forecast, time_to_loss, tiny, trials
+from experiments import curves, seeds, step_forecast, time_to_loss, tiny, trials
 from experiments.bench.cluster import group
 from experiments.methods import HOSTS
-from experiments.race import Point
+from experiments.curves import Point
 from tests import commands
 from tests.cluster_test import needs_namespaces
 
@@ -33,13 +33,13 @@ def test_a_grid_is_extended_while_its_best_is_at_an_edge():
 
 def test_a_loss_is_reached_between_two_evaluations_and_kept():
     points = [Point(0, 0.0, 5.0), Point(10, 20.0, 3.0), Point(20, 40.0, 3.2), Point(30, 60.0, 2.0)]
-    assert race.reached(points, 4.0) == 10.0
-    assert race.reached(points, 4.0, lambda point: point.step) == 5
-    assert race.reached(points, 2.6) == 50.0
-    assert race.reached(points, 3.1) == pytest.approx(40 + 20 / 12)  # 3.0 did not last
-    assert race.reached(points, 6.0) == 0.0
-    assert math.isnan(race.reached(points, 1.9)) and math.isnan(race.reached([], 1.0))
-    assert math.isnan(race.reached([*points, Point(40, 80.0, 4.5)], 4.0))
+    assert curves.reached(points, 4.0) == 10.0
+    assert curves.reached(points, 4.0, lambda point: point.step) == 5
+    assert curves.reached(points, 2.6) == 50.0
+    assert curves.reached(points, 3.1) == pytest.approx(40 + 20 / 12)  # 3.0 did not last
+    assert curves.reached(points, 6.0) == 0.0
+    assert math.isnan(curves.reached(points, 1.9)) and math.isnan(curves.reached([], 1.0))
+    assert math.isnan(curves.reached([*points, Point(40, 80.0, 4.5)], 4.0))
 
 
 def test_seconds_are_those_of_the_steps(tmp_path):
@@ -53,14 +53,14 @@ def test_seconds_are_those_of_the_steps(tmp_path):
     ]
     (tmp_path / "config.json").write_text(json.dumps({"batch_size": 4, "model": {"context": 8}}))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert race.read(tmp_path) == [Point(0, 0.0, 5.0), Point(10, 2.0, 3.9), Point(15, 4.0, 2.9)]
+    assert curves.read(tmp_path) == [Point(0, 0.0, 5.0), Point(10, 2.0, 3.9), Point(15, 4.0, 2.9)]
 
 
 def test_seconds_of_translation_are_counted_by_its_longest_sentences(tmp_path):
     rows = [dict(kind="train", step=10, loss=4.0, tokens_per_s=160.0), dict(kind="eval", step=10, loss=3.9)]
     (tmp_path / "config.json").write_text(json.dumps({"batch_size": 4, "model": {}, "data": {"length": 16}}))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert race.read(tmp_path) == [Point(10, 4.0, 3.9)]
+    assert curves.read(tmp_path) == [Point(10, 4.0, 3.9)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A decjax worker of an emulated cluster: takes steps of any method of configs/lm.py on request; see `group`."""
+"""A decjax worker of an emulated cluster: takes steps of any method of a config file on request; see `group`."""
 
 import collections
 from collections.abc import Callable
@@ -13,13 +13,12 @@ from jax.experimental import io_callback
 import ml_collections
 import numpy as np
 
-from configs import lm
 from decjax import config as parts
 from decjax import train
 from experiments import script
 from experiments.bench.cluster.serve import serve
 from experiments.bench.timing import Stepper
-from launch import join
+from launch import config_file, join
 
 THROUGHPUT_PORT = 4999
 MOST_PERIOD = 128  # steps after which a schedule repeats, at most
@@ -56,12 +55,14 @@ class Worker:
     def __init__(self):
         self.steppers: dict[str, Stepper] = {}
 
-    def prepare(self, method: str, argument: str, fields: dict[str, Any], batch_size: int, pauses: bool = False) -> dict[str, Any]:
+    def prepare(
+        self, method: str, argument: str, fields: dict[str, Any], batch_size: int, pauses: bool = False, file: str = "configs/lm.py"
+    ) -> dict[str, Any]:
         """Build and compile a method for as many workers as fit; return its period, in steps, and its number of parameters.
 
         It takes no step: gloo fails if a process compiles 30 s longer than others.
         """
-        config = lm.get_config(argument)
+        config = config_file.get_config(f"{file}:{argument}")
         config.update_from_flattened_dict(fields)
         config.workers = jax.device_count() // parts.read(config).devices_of_worker
         config.batch_size = batch_size * config.workers

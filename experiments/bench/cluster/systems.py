@@ -51,26 +51,35 @@ def decjax(
     argument: str,
     bucket_bytes: int = BUCKET,
     local_size: int = 1,
-    model: dict[str, int] = MODEL,
+    model: Mapping[str, int] = MODEL,
     batch_size: int = BATCH_SIZE,
     pauses: bool = False,
     pause_s: float = 0.0,
+    file: str = "configs/lm.py",
     **fields: object,
 ) -> Row:
     """Return a row of decjax.
 
-    `argument` is a shorthand of configs/lm.py, `fields` are dotted fields. With `pauses` its steps can pause; with `pause_s` each does.
+    `argument` is a shorthand of the config file, `fields` are dotted fields. With `pauses` its steps can pause; with `pause_s` each does.
     """
     fields |= {f"model.{key}": size for key, size in model.items()}
     if "method=local" not in argument.split(","):  # It sends nothing and refuses both fields.
         fields |= {"bucket_bytes": bucket_bytes, "local_size": local_size}
-    how = {"argument": argument, "fields": fields, "batch_size": batch_size, "pauses": pauses or pause_s > 0}
+    how = {"argument": argument, "fields": fields, "batch_size": batch_size, "pauses": pauses or pause_s > 0, "file": file}
     return Row(name, how, False, local_size, visits={"pause_s": (pause_s, 0.0)} if pause_s else {})
 
 
-def torch(name: str, kind: str, local_size: int = 1, batch_size: int = BATCH_SIZE, apart: bool = False, **options: object) -> Row:
+def torch(
+    name: str,
+    kind: str,
+    local_size: int = 1,
+    batch_size: int = BATCH_SIZE,
+    apart: bool = False,
+    model: Mapping[str, int] = MODEL,
+    **options: object,
+) -> Row:
     """Return a row of PyTorch: `kind` is one of torch_worker's METHODS, which takes the `options`."""
-    return Row(name, {"kind": kind, "model": MODEL, "batch_size": batch_size, **options}, True, local_size, apart)
+    return Row(name, {"kind": kind, "model": model, "batch_size": batch_size, **options}, True, local_size, apart)
 
 
 class Visit(NamedTuple):

@@ -1,7 +1,7 @@
 """PyTorch's DDP, or decent-dp, on the data, schedule and evaluations of a run of decjax; a process of experiments.time_to_loss.
 
 Needs requirements-peers.txt and not decjax. `--workdir` holds config.json; data.npz: train [S, N, B, T + 1] and valid
-[W, T + 1], bytes; and start.npz, the initial parameters. Writes metrics.jsonl and summary.json with the fields that experiments.race
+[W, T + 1], bytes; and start.npz, the initial parameters. Writes metrics.jsonl and summary.json with the fields that experiments.curves
 reads. Clipping differs: DDP clips the averaged gradient, decent-dp that of each bucket, decjax that of each worker.
 """
 # pyright: reportMissingImports=false

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 import torch.nn.functional as F
 
 from experiments.bench.cluster.serve import serve
@@ -92,6 +92,14 @@ class DDP(Alone):
         super().__init__(nn.parallel.DistributedDataParallel(model, **options))
 
 
+class Bfloat16(DDP):
+    """DistributedDataParallel with PyTorch's hook that sends gradients in bfloat16."""
+
+    def __init__(self, model: nn.Module, **options: object):
+        super().__init__(model, **options)
+        self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+
+
 class PowerSGD(DDP):
     """DistributedDataParallel with PyTorch's PowerSGD hook."""
 
@@ -118,7 +126,7 @@ class DecentDP(Alone):
                 operation.wait()
 
 
-METHODS = {"alone": Alone, "ddp": DDP, "power_sgd": PowerSGD, "decent_dp": DecentDP}
+METHODS = {"alone": Alone, "ddp": DDP, "bfloat16": Bfloat16, "power_sgd": PowerSGD, "decent_dp": DecentDP}
 
 
 class Worker:

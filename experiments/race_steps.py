@@ -1,0 +1,120 @@
+"""Seconds per step of the race's rows on the emulated cluster, at several bandwidths, in one interleaved run.
+
+    python -m experiments.race_steps --task=lm --out=experiments/results/race/lm_steps.json --peers=.venv-peers/bin/python
+
+Four emulated hosts (launch.cluster: root and iproute2), one process a host. At each rate the rows take turns; a visit is a few steps in
+whole periods of the row's schedule. With `--jitter` the lead rows are also measured at the task's own rate with a pause before each
+gradient: as long as a step without communication, and an exponential variable whose mean is 0.3 of it, drawn for each worker and
+step. Rates that the file has already are not measured again.
+
+0/1 Adam is left out: it sends ever more rarely, so that a few of its steps are not typical.
+"""
+
+import collections
+import statistics
+from typing import Any
+
+from absl import flags
+
+from decjax import files
+from experiments import race, script
+from experiments.bench.cluster.systems import BUCKET, ERRORS, WHOLE, Row, Runner, decjax, interleaved, torch, use_one_thread
+from experiments.methods import ALONE, HOSTS, SHORTHANDS
+from launch import cluster
+
+FLAGS = flags.FLAGS
+
+JITTER = 0.3  # mean of the exponential pause, relative to a step without communication
+JITTERED = (race.FP32, "all-reduce int8", "gossip int8", "DiLoCo int4, H = 16", "MuLoCo int4, H = 16")
+STEPS, SLOW_STEPS = 16, 4  # of a visit, at least; of rows that send uncompressed parameters or gradients in each step
+LEFT_OUT = ("0/1 Adam",)
+SWEEP = ("10mbit", "25mbit", "50mbit", "100mbit", "250mbit", "1000mbit")
+TORCH_ALONE = "PyTorch, no communication"
+
+
+def rows(task: race.Task, pauses: bool = False) -> list[Row]:
+    """Return the rows of a task, first that without communication; with `pauses` those of the jitter panel, which can pause."""
+    names = JITTERED if pauses else [name for name in race.ROWS if name not in LEFT_OUT]
+    shorthands = {ALONE: SHORTHANDS[ALONE], **{name: race.ROWS[name].shorthand for name in names}}
+    own: dict[str, Any] = {"file": task.config, "model": {}, "batch_size": task.batch_size // HOSTS, **task.fields}
+    return [
+        decjax(f"{name}, pauses" if pauses else name, text, WHOLE if "allreduce" in text else BUCKET, pauses=pauses, **own)
+        for name, text in shorthands.items()
+    ]
+
+
+def peers(task: race.Task) -> list[Row]:
+    """Return the rows of PyTorch, for the language model."""
+    own: dict[str, Any] = {"model": race.sizes(task), "batch_size": task.batch_size // HOSTS}
+    return [
+        torch(TORCH_ALONE, "alone", **own),
+        torch("PyTorch DDP fp32", "ddp", **own),
+        torch("PyTorch DDP bf16", "bfloat16", **own),
+        torch("PyTorch DDP, PowerSGD rank 4", "power_sgd", rank=4, bucket_cap_mb=1000, **own),
+        torch("decent-dp one-peer exponential", "decent_dp", topology="one-peer-exp", period=2, **own),
+    ]
+
+
+def measure(runner: Runner, chosen: list[Row], rounds: int) -> dict[str, dict[str, Any]]:
+    """Return the seconds per step of each visit, and the bytes that a host sends per step, of every row."""
+    step_s, sent = collections.defaultdict(list), collections.defaultdict(list)
+    slow = lambda row: any(row.name.endswith(text) for text in ("fp32", "fp32, Muon", "stale"))
+    for row, visit in interleaved(runner, chosen, rounds, lambda row: SLOW_STEPS if slow(row) else STEPS):
+        step_s[row.name].append(visit.step_s)
+        sent[row.name].append(visit.sent_bytes)
+    return {name: {"step_s": times, "sent_bytes": statistics.median(sent[name])} for name, times in step_s.items()}
+
+
+def main() -> None:
+    use_one_thread()
+    task = race.TASKS[FLAGS.task]
+    saved: dict[str, Any] = files.read_json(FLAGS.out) if files.exists(FLAGS.out) else {}
+    with cluster.network(hosts=HOSTS, rate=cluster.UNLIMITED) as network, Runner(network, FLAGS.peers) as runner:
+        chosen = rows(task) + (peers(task) if FLAGS.peers and FLAGS.task == "lm" else [])
+        runner.prepare_all(chosen)
+        for rate in FLAGS.rates or [task.rate, *SWEEP]:
+            if rate in saved:
+                continue
+            network.set_rate(rate)
+            saved[rate] = measure(runner, chosen, FLAGS.rounds)
+            script.save(FLAGS.out, **saved)
+            print(f"{rate}: measured", flush=True)
+        if FLAGS.jitter and "jitter" not in saved:
+            pausing = rows(task, pauses=True)
+            runner.prepare_all(pausing)
+            network.set_rate(task.rate)
+            saved["jitter"] = jittered(runner, pausing, statistics.median(saved[task.rate][ALONE]["step_s"]), FLAGS.rounds)
+            script.save(FLAGS.out, **saved)
+    script.show(*(tabulate(rate, measured) for rate, measured in saved.items()), *runner.refusals)
+
+
+def jittered(runner: Runner, pausing: list[Row], pause_s: float, rounds: int) -> dict[str, dict[str, Any]]:
+    """Return what `measure` returns, of steps with pauses, without and with jitter."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind, mean_s in (("fixed", 0.0), ("jitter", JITTER * pause_s)):
+        for seed in range(rounds):
+            for row in pausing:
+                visit = runner.visit(row, 2 * STEPS, pause_s=(pause_s, mean_s), seed=seed)
+                found.setdefault(f"{row.name.removesuffix(', pauses')}, {kind}", {"step_s": []})["step_s"].append(visit.step_s)
+    return found
+
+
+def tabulate(rate: str, measured: dict[str, dict[str, Any]]) -> script.Table:
+    """Return the median milliseconds per step of all rows at a rate, and their ratio to fp32 all-reduce."""
+    first = statistics.median(next((numbers["step_s"] for name, numbers in measured.items() if name.startswith(race.FP32)), [0.0]))
+    table = script.table("", "ms per step", "÷ all-reduce fp32", "kB out of a host", title=rate)
+    for name, numbers in measured.items():
+        step_s = statistics.median(numbers["step_s"])
+        sent = numbers.get("sent_bytes")
+        table.add_row(name, script.ms(step_s), f"{step_s / first:.2f}" if first else "", f"{sent / 1e3:.1f}" if sent else "")
+    return table
+
+
+if __name__ == "__main__":
+    script.define("peers")
+    flags.DEFINE_string("out", None, "File of JSON to which the results of each rate are added.", required=True)
+    flags.DEFINE_enum("task", "lm", list(race.TASKS), "Task whose steps are timed.")
+    flags.DEFINE(cluster.Rates(), "rates", [], "Rates of every link, both ways; none: the task's own and those of the sweep.")
+    flags.DEFINE_integer("rounds", 5, "Visits of each row at each rate.", lower_bound=1)
+    flags.DEFINE_bool("jitter", True, "Whether to measure lead rows with jitter, too.")
+    script.run(main, ERRORS)
