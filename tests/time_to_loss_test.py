@@ -16,8 +16,8 @@ import pytest
 from decjax import config
 from experiments import curves, seeds, step_forecast, time_to_loss, tiny, trials
 from experiments.bench.cluster import group
-from experiments.methods import HOSTS
 from experiments.curves import Point
+from experiments.methods import HOSTS
 from tests import commands
 from tests.cluster_test import needs_namespaces
 
