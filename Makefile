@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed$(if $(JAX),-$(JAX))
 CONFIG ?= configs/lm.py
 WORKDIR ?= runs/lm
 
-PYTHON_FILES := decjax launch configs experiments tests
+PYTHON_FILES := decjax launch configs examples experiments tests
 
 .PHONY: train test test-all lint docs clean
 

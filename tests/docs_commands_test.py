@@ -97,7 +97,7 @@ def faults(text: str) -> list[str]:
         if "python -m" not in span:
             found += [f"{span}: no config has {path}" for path in re.findall(r"--config\.([\w.]+)", span)
                       if not is_field(path) and not re.search(rf"^def .*, {path.rpartition('.')[2]}: ", text, re.MULTILINE)]  # fmt: skip
-    named = re.findall(r"(?<![\w/.-])(?:decjax|launch|configs|experiments|tests|docs)/[\w./-]*", text)
+    named = re.findall(r"(?<![\w/.-])(?:decjax|launch|configs|examples|experiments|tests|docs)/[\w./-]*", text)
     return found + [f"there is no {path}" for path in sorted({*named}) if not (ROOT / path.rstrip(".,")).exists()]
 
 
@@ -107,7 +107,7 @@ def command_faults(module: str, arguments: list[str], is_whole: bool = True) -> 
         there = importlib.util.find_spec(module)
     except ModuleNotFoundError:
         there = None
-    if not there or module.partition(".")[0] not in ("launch", "experiments"):
+    if not there or module.partition(".")[0] not in ("launch", "experiments", "examples"):
         return [] if there else [f"there is no module {module}"]
     if arguments and arguments[-1] in HELP:
         return []
@@ -338,6 +338,7 @@ GOOD = [
     "python -m experiments.compare runs/a sweeps/* --markdown >table.md",
     "sh -c 'exec python -m launch.train --coordinator=auto --config=configs/lm.py --workdir=$WORKDIR'",
     "python -m launch.parts topology base_k && make test PYTHON=python3.12",
+    "JAX_NUM_CPU_DEVICES=4 python -m examples.flax_after --steps=100 && python -m examples.own_loop",
 ]
 
 
@@ -373,6 +374,8 @@ BAD = [
     ("python -m launch.topologies 12 --workers=12", "takes no argument '12'"),
     ("python -m experiments.bench.optimus_step --arg=size=9b", "size='9b'"),
     ("python -m launch.train --config='configs/lm.py --workdir=a", "No closing quotation"),
+    ("python -m launch.local --num_processes=2 --module=examples.flax_after -- --depth=3", "examples.flax_after has no flag --depth"),
+    ("python -m examples.own_lop", "there is no module examples.own_lop"),
     ("make toast", "the Makefile has no toast"),
 ]
 
