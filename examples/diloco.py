@@ -54,14 +54,14 @@ def main(argv):
         updates, state = tx.update(grads, state, params, phase=phase)
         return optax.apply_updates(params, updates), state, loss
 
-    train_step = decjax.make_step(train_step, workers, reducer)  # of all workers
+    take_step = decjax.make_step(train_step, workers, reducer)  # of all workers
     mb = [reducer.num_bytes(params, workers.num_workers, reducer.phase(step))[0] / 1e6 for step in range(EVERY.value)]
     print(f"a worker sends {max(mb):.3f} MB in each outer step, and {sum(mb) / EVERY.value:.4f} MB per step on average")
     params = workers.stack(params)
     state = workers.jit(tx.init, (0,))(params)
     for step in range(STEPS.value):
         batch = workers.build(make_batch)
-        params, state, loss_N = train_step(step, params, state, batch)
+        params, state, loss_N = take_step(step, params, state, batch)
         if (step + 1) % 64 == 0:
             print(f"step {step + 1}  loss {loss_N.mean():.4f}")
 

@@ -60,11 +60,11 @@ def main(argv):
 
     params = workers.stack(params)
     state = workers.jit(tx.init, (0,))(params)
-    train_step = decjax.make_step(train_step, workers, mixer)
+    take_step = decjax.make_step(train_step, workers, mixer)
     start = time.perf_counter()
     for step in range(1, STEPS.value + 1):
         batch = workers.build(lambda worker: next_batch(BATCH_SIZE.value))
-        params, state, loss_N = train_step(step, params, state, batch)
+        params, state, loss_N = take_step(step, params, state, batch)
         if step % 50 == 0:
             mean_loss, ms = workers.fetch(loss_N).mean(), 1000 * (time.perf_counter() - start) / 50
             if jax.process_index() == 0:

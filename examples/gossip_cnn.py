@@ -57,12 +57,12 @@ def main(argv):
         updates, state = tx.update(grads, state, params, phase=phase)
         return optax.apply_updates(params, updates), state, loss
 
-    train_step = decjax.make_step(train_step, workers, mixer)  # of all workers
+    take_step = decjax.make_step(train_step, workers, mixer)  # of all workers
     params = workers.stack(params)
     state = workers.jit(tx.init, (0,))(params)
     for step in range(1, STEPS.value + 1):
         batch = workers.build(make_batch)
-        params, state, loss_N = train_step(step, params, state, batch)
+        params, state, loss_N = take_step(step, params, state, batch)
         if step % 50 == 0:
             print(f"step {step}  loss {loss_N.mean():.4f}")
 

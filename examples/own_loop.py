@@ -44,14 +44,14 @@ def main(argv):
         updates, state = tx.update(grads, state, params, phase=phase)
         return optax.apply_updates(params, updates), state, loss
 
-    train_step = decjax.make_step(train_step, workers, mixer)  # of all workers
+    take_step = decjax.make_step(train_step, workers, mixer)  # of all workers
 
     initial = {"up": 0.5 * jax.random.normal(jax.random.key(0), (4, 32)), "down": jnp.zeros(32)}
     params = workers.stack(initial)  # arrays [N, ...], one copy per worker
     state = workers.jit(tx.init, (0,))(params)
     for step in range(STEPS.value):
         batch = workers.build(lambda worker: make_batch(worker, step))
-        params, state, loss_N = train_step(step, params, state, batch)
+        params, state, loss_N = take_step(step, params, state, batch)
         if (step + 1) % 50 == 0:
             print(f"step {step + 1}  loss {loss_N.mean():.4f}  worst worker {loss_N.max():.4f}")
 

@@ -54,13 +54,13 @@ def main(argv):
         updates, state = tx.update(grads, state, params, phase=phase)  # no psum: the reducer averages
         return optax.apply_updates(params, updates), state, loss
 
-    train_step = decjax.make_step(train_step, workers, reducer)  # of all workers
+    take_step = decjax.make_step(train_step, workers, reducer)  # of all workers
     print(f"a worker sends {reducer.num_bytes(params, workers.num_workers)[0] / 1e6:.3f} MB per step")
     params = workers.stack(params)
     state = workers.jit(tx.init, (0,))(params)
     for step in range(STEPS.value):
         batch = workers.build(make_batch)
-        params, state, loss_N = train_step(step, params, state, batch)
+        params, state, loss_N = take_step(step, params, state, batch)
         if (step + 1) % 50 == 0:
             print(f"step {step + 1}  loss {loss_N.mean():.4f}")
 

@@ -374,7 +374,10 @@ BAD = [
     ("python -m launch.topologies 12 --workers=12", "takes no argument '12'"),
     ("python -m experiments.bench.optimus_step --arg=size=9b", "size='9b'"),
     ("python -m launch.train --config='configs/lm.py --workdir=a", "No closing quotation"),
-    ("python -m launch.local --num_processes=2 --module=examples.flax_after -- --depth=3", "examples.flax_after has no flag --depth"),
+    (
+        "python -m launch.local --num_processes=2 --module=examples.flax_after -- --depth=3",
+        "examples.flax_after has no flag --depth",
+    ),
     ("python -m examples.own_lop", "there is no module examples.own_lop"),
     ("make toast", "the Makefile has no toast"),
 ]
