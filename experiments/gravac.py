@@ -1,6 +1,6 @@
 """Measure the loss that GraVAC costs: a convolutional network and an LSTM, compared with the same runs without compression.
 
-    python -m experiments.gravac --out=runs/gravac --pages=docs/results
+    python -m experiments.gravac --out=runs/gravac --pages=docs
 
 A small ResNet on scikit-learn's digits (configs/digits.py) and an LSTM on text (configs/lm.py), four simulated workers, all-reduce with
 AdamW at the config's rate. GraVAC climbs from no codec over bfloat16, int8 and int4 to five of a hundred values. Simulated workers have

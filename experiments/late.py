@@ -1,6 +1,6 @@
 """What late gradients cost: loss of pipelines whose stages do not wait for each other, by delay and averaging interval.
 
-    python -m experiments.late --out=runs/late --pages=docs/results
+    python -m experiments.late --out=runs/late --pages=docs
 
 Two pipelines of four stages on eight forced CPU devices (configs/lm.py, four layers) train on the same text, as Ravnest does
 (arXiv 2401.01728): stage s applies gradients δ(3 − s) steps late, and the parameters are averaged every R steps. With δ = 0 stages wait

@@ -1,6 +1,6 @@
 """What low rank costs a click model: by principal directions of the layers' outputs, and by singular values of their weights.
 
-    python -m experiments.low_rank_clicks --out=runs/low_rank_clicks --pages=docs/results
+    python -m experiments.low_rank_clicks --out=runs/low_rank_clicks --pages=docs
 
 A DLRM (configs/clicks.py, vectors of 16, hidden layers of 64) is trained with several seeds. `launch.compress` then compresses all its
 layers and tables at equal ranks in both ways, as Yu et al. do (arXiv 2405.18146), without retraining it. Finished runs are not repeated.

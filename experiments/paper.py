@@ -10,7 +10,7 @@ gap of gossip that overlaps comes from; and the ablations graphs, window, streng
 two at a time, or as many as --together says. Their results are appended to a results log; runs in it are not repeated, and
 its tables need no data. experiments/results/paper.jsonl is the results log of the pages:
 
-    python -m experiments.paper --out=runs/paper --only=digits --results=experiments/results/paper.jsonl --pages=docs/results
+    python -m experiments.paper --out=runs/paper --only=digits --results=experiments/results/paper.jsonl --pages=docs
 """
 
 from collections.abc import Callable

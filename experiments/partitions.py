@@ -1,6 +1,6 @@
 """How to divide the nodes of a graph: accuracy and loss of the averaged model, by partition, with even and with uneven steps.
 
-    python -m experiments.partitions --out=runs/partitions --pages=docs/results
+    python -m experiments.partitions --out=runs/partitions --pages=docs
 
 Four workers learn to classify the nodes of a graph of four communities (configs/nodes.py), each from its local nodes and the edges between
 them (arXiv 2305.09887), and are evaluated on the whole graph. Each seed has a graph of its own. All runs have the learning rate of the

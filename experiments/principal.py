@@ -1,6 +1,6 @@
 """Whether autoencoders between stages learn faster from principal directions than from random ones, and what narrow messages cost.
 
-    python -m experiments.principal --out=runs/principal --pages=docs/results
+    python -m experiments.principal --out=runs/principal --pages=docs
 
 A simulated pipeline of four stages (configs/lm.py, four layers of width 64) sends a quarter of its width over three boundaries. The
 encoders start from random directions, or from the principal ones of the initial model's activations (pipeline.autoencoder_init).

@@ -4,9 +4,9 @@
     python -m experiments.related --only=DT-FM --smoke
 
 Each row has an oracle: a property of the system that is known beforehand, such as an exact limit or a bound. The exit code is 1 if one
-does not hold. `experiments.oracles` computes the figures. docs/results/related.md is made by
+does not hold. `experiments.oracles` computes the figures. docs/research/related.md is made by
 
-    python -m experiments.related --pages=docs/results
+    python -m experiments.related --pages=docs
 """
 
 import shlex

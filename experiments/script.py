@@ -40,8 +40,8 @@ def run(main: Callable[[], int | None], errors: tuple[type[Exception], ...] = ()
 
     def without_arguments(argv: list[str]) -> int | None:
         command.options_only(argv)
-        if (pages := _given("pages")) and not any(pathlib.Path(pages).glob("*.md")):
-            command.fail(f"pages={pages!r} has no Markdown pages; give their folder, as --pages=docs/results, or leave it out")
+        if (pages := _given("pages")) and not any(pathlib.Path(pages).rglob("*.md")):
+            command.fail(f"pages={pages!r} has no Markdown pages; give their folder, as --pages=docs, or leave it out")
         check_part()
         return main()
 
@@ -72,7 +72,7 @@ def define(*names: str, out: str | None = None, rows: Sequence[Named] = ()) -> N
             case "results":
                 flags.DEFINE(command.FILE, "results", None, "Results log, a file of JSON lines; none: OUT/results.jsonl.")
             case "pages":
-                text = "Folder of Markdown pages whose tables are replaced, and whose figures are in ../images; none: no pages."
+                text = "Folder whose Markdown pages, at any depth, receive the tables, and its folder images the figures; none: no pages."
                 flags.DEFINE(command.FOLDER, "pages", None, text)
             case "smoke":
                 flags.DEFINE_bool("smoke", False, "Run end to end with tiny models and synthetic data, in minutes.")
@@ -156,7 +156,7 @@ def publish(name: str, table: Table, draw: Callable[[str], None] | None = None, 
     show(f"wrote {out / name}.json" + (" and .png" if draw else ""))
     fill(name, table)
     if draw and (pages := _given("pages")):
-        images = pathlib.Path(pages).parent / "images"
+        images = pathlib.Path(pages) / "images"
         images.mkdir(exist_ok=True)
         draw(str(images / f"{name}.png"))
 
@@ -252,7 +252,7 @@ def check_tables(*names: str) -> None:
     if not (pages := _given("pages")):
         return
     try:
-        text = "".join(page.read_text() for page in pathlib.Path(pages).glob("*.md"))
+        text = "".join(page.read_text() for page in pathlib.Path(pages).rglob("*.md"))
     except (OSError, UnicodeDecodeError) as error:
         command.fail(f"--pages={pages}: a page cannot be read ({error}); repair it, or leave --pages out")
     if missing := [name for name in names if not _place(name).search(text)]:
@@ -263,7 +263,7 @@ def check_tables(*names: str) -> None:
 
 def fill(name: str, table: Table) -> None:
     """Write a table between `<!-- table NAME -->` and `<!-- end -->` in the pages of --pages that have these lines."""
-    for page in sorted(pathlib.Path(pages).glob("*.md")) if (pages := _given("pages")) else ():
+    for page in sorted(pathlib.Path(pages).rglob("*.md")) if (pages := _given("pages")) else ():
         before = page.read_text()
         after = _place(name).sub(lambda match: f"{match[1]}{markdown(table)}\n{match[2]}", before)
         if after != before:

@@ -47,10 +47,7 @@ def test_the_whole_way_with_tiny_models(tmp_path):
         (("--only=dirichlet",), "--only=dirichlet is unknown; use some of dirichlet_10"),
         (("--only=multi30k_ring",), "multi30k_ring needs --text; give the path"),
         (("--only=multi30k_ring", "--text=nowhere"), "--text=nowhere is no file; give the path"),
-        (
-            ("--only=dirichlet_1", "--pages=docs/results"),
-            "--only=dirichlet_1 would write a part of the rows into --pages=docs/results;",
-        ),
+        (("--only=dirichlet_1", "--pages=docs"), "--only=dirichlet_1 would write a part of the rows into --pages=docs;"),
         (("--text=README.md",), "--text=README.md changes nothing without a part of Multi30k; leave it out"),
     ],
 )

@@ -443,7 +443,8 @@ def test_rates_of_another_study_are_tuned_on_its_data(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("old", ["", "old\n"])
 def test_tables_are_written_into_pages(tmp_path, monkeypatch, old):
-    page = tmp_path / "a.md"
+    page = tmp_path / "results" / "a.md"
+    page.parent.mkdir()
     page.write_text(f"Before.\n\n<!-- table one -->\n{old}<!-- end -->\n\n<!-- table two -->\nkept\n<!-- end -->\n")
     monkeypatch.setattr(script.flags, "FLAGS", types.SimpleNamespace(pages=str(tmp_path)))
     table = script.table("", "loss")

@@ -36,7 +36,7 @@ def test_no_cell_of_the_table_divides_itself():
 def test_pages_that_are_none_are_refused_before_anything_is_measured(tmp_path):
     done = commands.run("experiments.related", "--smoke", "--only=FCGS", f"--pages={tmp_path / 'none'}")
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and "has no Markdown pages; give their folder, as --pages=docs/results" in line and not done.stdout
+    assert done.returncode == 2 and "has no Markdown pages; give their folder, as --pages=docs" in line and not done.stdout
 
 
 def test_unknown_system_is_refused():
