@@ -148,7 +148,7 @@ def tabulate(found: dict[str, Killed]) -> script.Table:
     words = {True: "yes", False: "NO"}
     for name, result in found.items():
         table.add_row(name, str(result.kills), str(result.saving), words[result.same_state], words[result.same_rows])
-    table.add_row("together", *(str(sum(column)) for column in list(zip(*found.values()))[:2]))
+    table.add_row("total", *(str(sum(column)) for column in list(zip(*found.values()))[:2]))
     return table
 
 

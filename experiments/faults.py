@@ -107,7 +107,7 @@ def faulty_and_calm(out: pathlib.Path, seed: int) -> Loss:
 def tabulate_faults(by_count: dict[int, list[Found]]) -> script.Table:
     """Return a row for each fault, with the bounds in the head."""
     table = script.table(
-        "processes", "fault", "others step after, s", f"asked: {STOPPED_S:g}", "back after, s", f"asked: {BACK_S:g}", left=2
+        "processes", "fault", "others step after, s", f"limit: {STOPPED_S:g}", "rejoins after, s", f"limit: {BACK_S:g}", left=2
     )
     for count, faults in by_count.items():
         for fault in faults:

@@ -145,12 +145,12 @@ def tabulate(results: dict[str, tuple[Figures, Figures]]) -> script.Table:
         "steps/s without faults",
         "steps/s with faults",
         "share",
-        "per living worker",
-        "beside quiet stretches",
-        "takes part",
+        "per worker-second",
+        "vs. quiet periods",
+        "in the group",
         "deaths",
         "resumes after, s",
-        "whole after, s",
+        "all back after, s",
     )
     for name, (calm, faulty) in results.items():
         shares = (
@@ -166,7 +166,7 @@ def tabulate(results: dict[str, tuple[Figures, Figures]]) -> script.Table:
             *(f"{100 * share:.1f} %" for share in shares),
             str(len(faulty.resumed_s)),
             *(
-                f"{statistics.median(times):.1f} (most {max(times):.1f})" if times else ""
+                f"{statistics.median(times):.1f} (max {max(times):.1f})" if times else ""
                 for times in (faulty.resumed_s, faulty.whole_s)
             ),
         )

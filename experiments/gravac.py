@@ -33,7 +33,7 @@ def config(model: str, reducer: str, _: int) -> tuple[str, dict[str, object]]:
 
 def main() -> None:
     runs = sweep.train("gravac", itertools.product(MODELS, REDUCERS), config, may_diverge=True)
-    table = script.table("model", "compression", "loss, nats", "bytes a step, MB", left=2)
+    table = script.table("model", "compression", "loss, nats", "MB per step", left=2)
     for (model, reducer), of_seeds in runs.items():
         sent = [run.summary()["bytes_per_step_per_worker"] / 1e6 for run in of_seeds]
         table.add_row(model, reducer, seeds.text(of_seeds, "eval_loss", 3), f"{seeds.spread(sent).mean:.3f}" if sent else "")

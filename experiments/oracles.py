@@ -114,7 +114,7 @@ def trained(
 
 @system("DT-FM", "2206.01288", 0.65, f"launch.place --links=configs/links/worldwide.json --stages=8 --model={PLACED},batch=64")
 def dt_fm(smoke: bool) -> float:
-    """Messages of 64 devices worldwide, ÷ the mean of random layouts."""
+    """Message time of 64 devices worldwide ÷ mean of random layouts."""
     network = placement.Network(placement.load(WORLD), placement.Job(8, 8, gradient_bytes=3e8, activation_bytes=3e7))
     random_s = [network.seconds(placement.random_layout(network, np.random.default_rng(seed))) for seed in range(20)]
     return placement.genetic(network, trials=50 if smoke else 1000).seconds / float(np.mean(random_s))
@@ -137,7 +137,7 @@ def dt_fm_256(smoke: bool) -> float:
 
 @system("dSSFN", "2009.13982", 1.0, "experiments.dssfn")
 def layer_wise(smoke: bool) -> float:
-    """Accuracy on a ring with 30 rounds beside one worker with all examples, percentage points."""
+    """Difference in accuracy between a ring with 30 rounds and one worker with all examples, percentage points."""
     with jax.enable_x64(True):
         one, _, ring = dssfn.compare(dssfn.Sizes(layers=1 if smoke else 5), rounds=30, seed=0).values()
     return 100 * max(abs(a - b) for a, b in zip(one.accuracy, ring.accuracy))
@@ -161,7 +161,7 @@ def power_gossip(smoke: bool) -> float:
 
 @system("consensus control", "2102.04828", 0.25, train("quadratics.py:mixer=consensus_control,topology=ring"))
 def consensus_control(smoke: bool) -> float:
-    """Distance that a step leaves, ÷ the one before it; ρ = 0.25."""
+    """Distance after a mixing step ÷ before it; ρ = 0.25."""
     graph, x = topology.make("ring", WORKERS), start()
     path = mixed(lambda channel: mixers.consensus_control(graph, channel, target=0.25, rounds=64), x, 1)
     W = graph.matrix(0)
@@ -190,7 +190,7 @@ def accelerated(smoke: bool) -> float:
 
 @system("FCGS", "2410.08017", 0.02, "none: bytes behind an entropy coder are estimated, by decjax.codecs.entropy")
 def gaussian_rate(smoke: bool) -> float:
-    """Estimated bits beside the entropy of matched Gaussians, relative."""
+    """Deviation of the estimated bits from the entropy of matched Gaussians, relative."""
     x = np.random.default_rng(0).normal(0.3, 1.7, 50_000 if smoke else 500_000)
     worst = 0.0
     for step in (0.085, 0.34, 1.7, 3.4):
@@ -209,7 +209,7 @@ def gaussian_rate(smoke: bool) -> float:
     ),
 )
 def ravnest(smoke: bool) -> float:
-    """Nothing late, an average every step: loss beside synchronous SGD, relative."""
+    """Nothing late, an average every step: deviation of the loss from synchronous SGD's, relative."""
     layout = f"workers=2,simulate,stages=2,microbatches=2,smoke,steps={10 if smoke else 40},optimizer=sgd"
     mean = "method=diloco(every=1,outer_learning_rate=1.0,outer_momentum=0.0)"
     unclipped = {"clip_norm": 0.0}
@@ -311,7 +311,7 @@ def _floor(num_workers: int, seeds: int, steps: int = 3000, size: int = 16) -> f
 
 @system("hybrid MPI compression", "2409.02423", 0.01, train(f"{CODED} --config.schedule.learning_rate=6e-3"))
 def hybrid(smoke: bool) -> float:
-    """Loss with coded gradients, all else exact, beside none coded, relative; three seeds."""
+    """Deviation of the loss with only gradients coded from that with none coded, relative; three seeds."""
     return float(np.abs(_excess(smoke)["hybrid"].mean()))
 
 
@@ -350,7 +350,7 @@ def uniform(smoke: bool) -> float:
 
 @system("learned autoencoder", "2301.02654", 1e-4, train("lm.py:stages=2,workers=4,microbatches=2,autoencoder=16,steps=300"))
 def boundary_autoencoder(smoke: bool) -> float:
-    """Loss of each token with full width beside none, relative."""
+    """Deviation of each token's loss at full width from that without a codec, relative."""
     width = 16 if smoke else 64
     model = models.decoder_lm(width=width, hidden=2 * width, depth=4, context=32)
     layers, tokens = (1, 1, 1, 1), jax.random.randint(jax.random.key(1), (4, 33), 0, 256)
@@ -376,7 +376,7 @@ def boundary_autoencoder(smoke: bool) -> float:
     ),
 )
 def shared_places(smoke: bool) -> float:
-    """Loss with gradients at the activations' places ÷ at their own, equal bytes.
+    """Loss with gradients at the activations' entries ÷ at their own, equal bytes.
 
     A fifth of the activations with the gradients at their places, against a sixth of each with indices of its own.
     """
@@ -465,7 +465,7 @@ def worst(smoke: bool) -> float:
     "dual-level DLRM compression, loss", "2407.04272", 1.0, train("clicks.py:bound=0.02,gradient_bound=0.01,start=4,within=400")
 )
 def beyond_noise(smoke: bool) -> float:
-    """Log-loss beside that without bounds, in deviations of 3 seeds."""
+    """Difference in log-loss from that without bounds, in deviations of 3 seeds."""
     steps = 40 if smoke else 600
     ways = {"bounded": f"{BOUNDED},within={steps // 2}", "plain": "divided"}
     runs = {
@@ -488,7 +488,7 @@ def full_rank(smoke: bool) -> float:
 
 @system("unified low-rank compression of click models", "2405.18146", 1e-4, "experiments.low_rank_clicks --out=WORKDIR")
 def low_rank_clicks(smoke: bool) -> float:
-    """What outputs lose beside the sum of discarded eigenvalues, relative; full rank exact.
+    """Deviation of the outputs' error from the sum of discarded eigenvalues, relative; full rank exact.
 
     The largest difference over layers and tables of a DLRM at half the rank; inf unless outputs are exact in all their directions.
     """

@@ -130,7 +130,9 @@ def compared(found: Mapping[str, Result], name: str) -> tuple[float, float]:
 
 def tabulate(found: Mapping[str, Result]) -> script.Table:
     """Return bytes, loss, both relative to all-reduce, and the rates."""
-    table = script.table("", "kB a step", "times fewer", "nats/byte, mean ± 2σ", "to all-reduce", "rate", "outer rate, μ", "tried")
+    table = script.table(
+        "", "kB per step", "times fewer", "nats/byte, mean ± 2σ", "vs. all-reduce", "rate", "outer rate, μ", "tuning losses"
+    )
     for name, result in found.items():
         lost, (fewer, more) = result.losses.count(None), compared(found, name)
         diverged = f", {lost} of {len(result.losses)} diverged" if lost else ""

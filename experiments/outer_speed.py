@@ -39,7 +39,7 @@ ROWS = (
 
 def tabulate(measured: Measured, refused: dict[str, str]) -> script.Table:
     """Return the time of a step, its ratio to one without communication, and bytes."""
-    table = script.table("", "ms per step", "÷ no communication", "MB a step out of a host, mean")
+    table = script.table("", "ms per step", "÷ no communication", "MB per step and host, mean")
     for row in ROWS:
         if row.name in measured.step_s:
             step_s, sent = measured.time_s(row.name), measured.sent_bytes[row.name]

@@ -41,7 +41,7 @@ def main() -> None:
     runs = sweep.train("principal", settings, config)
     rows = {setting: [run.rows("eval") for run in of_seeds] for setting, of_seeds in runs.items()}
     steps = [row["step"] for row in next(iter(rows.values()))[0]]
-    table = script.table("directions at the start", "rate", *(f"{step} steps" for step in steps))
+    table = script.table("initial directions", "rate", *(f"{step} steps" for step in steps))
     for (start, rate), of_seeds in rows.items():
         losses = [seeds.spread([row["loss"] for row in evaluation]) for evaluation in zip(*of_seeds, strict=True)]
         table.add_row(start, f"{rate:g}", *(spread.text(3) for spread in losses))

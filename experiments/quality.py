@@ -156,7 +156,7 @@ def tabulate(name: str, results: dict[str, Result]) -> script.Table:
     unit, rows = STUDIES[name].unit, STUDIES[name].rows
     digits, own = 2 if unit == "BLEU" else 4, any(row.against for row in rows.values())
     table = script.table(
-        "", f"{unit}, mean ± 2σ", "to all-reduce" if own else "to the first row", "", "Ξ", "learning rate", "learning rates tried"
+        "", f"{unit}, mean ± 2σ", "vs. all-reduce" if own else "vs. first row", "", "Ξ", "learning rate", "tuning losses"
     )
     for method, result in results.items():
         reference = rows[method].against or next(iter(results))

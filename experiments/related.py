@@ -22,7 +22,7 @@ FLAGS = flags.FLAGS
 
 def tabulate(figures: dict[Row, tuple[float, float]], last: str) -> script.Table:
     """Return a row for each system; the last column is "to try", for a page, or "took, s", for a terminal."""
-    table = script.table("system", "oracle", "figure", "asked", "met", last, left=2)
+    table = script.table("system", "oracle", "figure", "bound", "met", last, left=2)
     table.columns[-1].justify = "left"
     for row, (figure, took_s) in figures.items():
         words = " ".join(map(shlex.quote, row.command.split()))

@@ -303,7 +303,7 @@ class Check(NamedTuple):
 
 def tabulate(checks: list[Check]) -> Table:
     """Return a table of checks: figure, bound, and whether it is met."""
-    rows = table("figure", "at", "measured", "asked", "met")
+    rows = table("figure", "at", "measured", "bound", "met")
     for check in checks:
         bound = f"{'≤' if check.at_most else '≥'} {check.bound:.2f}"
         rows.add_row(check.what, check.at, f"{check.figure:.2f}", bound, "yes" if check.met else "NO")

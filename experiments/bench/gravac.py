@@ -55,7 +55,7 @@ def ended(run: trials.Trial) -> tuple[int, np.ndarray, np.ndarray]:
 
 def tabulate(found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]]) -> script.Table:
     """Return a row for each run: milliseconds of a step on each rung, and its final rung."""
-    table = script.table("links", "seed", "stays on", *RUNGS, "times as fast", left=3)
+    table = script.table("links", "seed", "stays on", *RUNGS, "speed-up", left=3)
     for rate, runs in found.items():
         for seed, (rung, _, step_s) in enumerate(runs):
             cells = (script.ms(each) if np.isfinite(each) else "" for each in step_s)
