@@ -77,10 +77,10 @@ def tabulate(found: Mapping[str, Result], score: str = "") -> script.Table:
         "final loss",
         *([f"final {score}"] if score else []),
         "seconds to all-reduce's loss",
-        "times as fast",
+        "speed-up",
         "predicted",
         "error",
-        f"times as fast to {NEAR:g} nats above it",
+        f"speed-up to {NEAR:g} nats above it",
     )
     first = next(iter(found.values()))
     for name, result in found.items():
