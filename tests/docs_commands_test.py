@@ -55,7 +55,7 @@ def quoted(text: str) -> tuple[list[str], list[str]]:
 
 
 def is_left_open(value: str) -> bool:
-    """Whether a value is a placeholder, such as PROFILE.json, N or `…`, or a file written by tests/docs_examples_test.py."""
+    """Whether a value is a placeholder, such as PROFILE.json, N or `…`, or a file written by tests/adding_a_part_test.py."""
     return "…" in value or "$" in value or value.startswith("mine/") or bool(re.match(r"[A-Z](?![a-z])", value))
 
 
@@ -316,10 +316,17 @@ def test_python_of_the_docs_runs():
     assert scope["reducer"].phase(29) != scope["reducer"].phase(28)
 
 
-@pytest.mark.parametrize("kind", ["mixer", "reducer", "codec"])
-def test_every_part_that_makes_messages_is_told(kind):
+@pytest.mark.parametrize("kind", ["method", "mixer", "reducer", "codec"])
+def test_every_part_that_makes_messages_is_documented(kind):
     names = [name for name in registry.names(kind) if registry.part(kind, name).factory.__module__.startswith("decjax.")]
-    assert names and [name for name in names if not re.search(rf"`{name}\b", docs("guides/compression.md"))] == []
+    pages = docs("catalog.md") + docs("guides/compression.md")
+    assert names and [name for name in names if not re.search(rf"[`,]({kind}=)?{name}\b", pages)] == []
+
+
+def test_every_shorthand_of_the_catalog_is_a_config():
+    shorthands = re.findall(r"^\| [^|]+ \| `([^`]+)` \|", docs("catalog.md"), re.MULTILINE)
+    assert len(shorthands) > 40
+    assert [fault for shorthand in shorthands for fault in config_faults([f"--config=configs/lm.py:{shorthand}"])] == []
 
 
 def test_every_key_of_the_shorthand_is_told():
