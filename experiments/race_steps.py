@@ -114,7 +114,7 @@ if __name__ == "__main__":
     script.define("peers")
     flags.DEFINE_string("out", None, "File of JSON to which the results of each rate are added.", required=True)
     flags.DEFINE_enum("task", "lm", list(race.TASKS), "Task whose steps are timed.")
-    flags.DEFINE(cluster.Rates(), "rates", [], "Rates of every link, both ways; none: the task's own and those of the sweep.")
+    flags.DEFINE(cluster.Rates(), "rates", None, "Rates of every link, both ways; none: the task's own and those of the sweep.")
     flags.DEFINE_integer("rounds", 5, "Visits of each row at each rate.", lower_bound=1)
     flags.DEFINE_bool("jitter", True, "Whether to measure lead rows with jitter, too.")
     script.run(main, ERRORS)
