@@ -92,7 +92,7 @@ def checks(measured: Measured, predicted_s: dict[str, float]) -> list[Check]:
 
 def tabulate(measured: Measured, predicted_s: dict[str, float], refused: dict[str, str]) -> script.Table:
     """Return time, ratios, bytes and predicted time of all rows."""
-    columns = ("", "ms per step", "÷ no communication", f"speed-up over {SYNC}", "MB out of a host", "predicted", "error")
+    columns = ("", "ms per step", "÷ no communication", f"speed-up over {SYNC}", "MB per host", "predicted", "error")
     table, time_s = script.table(*columns), measured.time_s
     for row in rows(1):
         step_s, forecast_s = time_s(row.name), predicted_s.get(row.name)

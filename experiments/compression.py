@@ -85,7 +85,7 @@ def costs(rows: list[Row], summaries: rows_lib.Summaries) -> list[Cost]:
 
 def tabulate(rows: list[Row], summaries: rows_lib.Summaries, markdown: bool) -> script.Table:
     """Return bytes and loss of each row, with their relation to those of the uncompressed method."""
-    table = rows_lib.table(("", "kB per step", "times fewer", "loss", "to the uncompressed"), markdown)
+    table = rows_lib.table(("", "kB per step", "times fewer", "loss", "vs. uncompressed"), markdown)
     of = {cost.row.name: cost for cost in costs(rows, summaries)}
     for row in rows:
         cells, cost = ("", "", "diverged", ""), of.get(row.name)

@@ -84,7 +84,7 @@ ROWS = (*TECHNIQUES, *MEMORIES, *FINDINGS)
 def techniques(summaries: rows_lib.Summaries, markdown: bool) -> script.Table:
     """Return table A: the techniques of Optimus-CC."""
     predicted = {name.split(" ")[0]: (name, p.time_s) for name, p in optimus_runtime.predict("2.5b").items()}
-    columns = ("", "kB between stages", "kB between workers", "loss", "to the baseline", "predicted speed-up, 2.5B")
+    columns = ("", "kB between stages", "kB between workers", "loss", "vs. baseline", "predicted speed-up, 2.5B")
     table = rows_lib.table(columns, markdown, "A. Techniques")
     for row in _chosen(TECHNIQUES, summaries):
         speedup = ""
@@ -98,7 +98,7 @@ def techniques(summaries: rows_lib.Summaries, markdown: bool) -> script.Table:
 def memories(summaries: rows_lib.Summaries, markdown: bool) -> script.Table:
     """Return table B: memories of the compression error."""
     title = "B. Every gradient between stages, rank 1: what is remembered of the error"
-    made = rows_lib.table(("", "kB between stages", "loss", "to the baseline"), markdown, title)
+    made = rows_lib.table(("", "kB between stages", "loss", "vs. baseline"), markdown, title)
     for row in _chosen((BASELINE, *MEMORIES), summaries):
         made.add_row(row.name, _bytes(row, summaries)[0], *_loss(row, summaries))
     return made
@@ -106,7 +106,7 @@ def memories(summaries: rows_lib.Summaries, markdown: bool) -> script.Table:
 
 def findings(summaries: rows_lib.Summaries, markdown: bool) -> script.Table:
     """Return table C: findings of related studies, on compressed gradients and activations."""
-    columns = ("", "kB between stages", "loss", "to the baseline", "loss, coded", "to the baseline")
+    columns = ("", "kB between stages", "loss", "vs. baseline", "loss, coded", "vs. baseline")
     made = rows_lib.table(columns, markdown, "C. Gradients and activations")
     for row in _chosen((BASELINE, *FINDINGS), summaries):
         coded = _loss(row, summaries, "eval_loss_coded")

@@ -30,7 +30,7 @@ FLAGS = flags.FLAGS
 STAGES, SIZE = 4, 128  # SIZE: sequences of a microbatch
 STEPS = 2  # minimum of a visit
 MODEL: dict[str, Any] = dict(vocabulary=256, context=64, width=32, hidden=128, heads=2, depth=STAGES)
-DENSE, RANK = "as they are", 4
+DENSE, RANK = "uncompressed", 4
 LOW_RANK = f"low_rank(rank={RANK})"
 When = Literal["always", "epilogue"]
 ROWS: dict[str, tuple[str, str, When]] = {  # name -> codec of gradients, of activations, which gradients
@@ -98,7 +98,7 @@ def predict(microbatches: int, free_s: dict[str, float], link: costmodel.Link) -
 
 def tabulate(measured: speedup.Measured, predicted_s: dict[str, float]) -> script.Table:
     """Return time, speed-up, bytes and predicted time of all rows."""
-    table = script.table("messages between stages", "ms per iteration", "speed-up", "MB out of a host", "predicted", "error")
+    table = script.table("messages between stages", "ms per iteration", "speed-up", "MB per host", "predicted", "error")
     for name, forecast_s in predicted_s.items():
         step_s = measured.time_s(name)
         gain, sent = f"{measured.time_s(DENSE) / step_s:.2f}", f"{measured.sent_bytes[name] / 1e6:.2f}"

@@ -113,7 +113,7 @@ def checks(measured: Measured, num_bytes: float) -> list[Check]:
 
 def tabulate(measured: list[Measured], rows: list[Row], refused: dict[str, str]) -> script.Table:
     """Return milliseconds per step, and their ratio to the step without communication, for every rate."""
-    table = script.table("ms per step (÷ no communication)", *(at.rate for at in measured), "MB out of a host")
+    table = script.table("ms per step (÷ no communication)", *(at.rate for at in measured), "MB per host")
     for row in rows:
         if row.name in refused:
             table.add_row(row.name, *["cannot run"] * len(measured), "")
