@@ -67,6 +67,7 @@ KINDS = {
     "reducer": Kind(("channel",), "decjax.reduce"),
     "codec": Kind((), "decjax.codecs"),
     "topology": Kind(("num_workers",), "decjax.topology"),
+    "stages": Kind(("spec",), "decjax.config"),
 }
 
 

@@ -10,7 +10,7 @@ in `decjax.pipeline`. The cluster (configs/clusters/optimus_a100.json) follows t
 --nic of it between nodes, and passes at 45 % of the peak. Codecs take no time, so speed-ups are upper bounds for these links.
 
 CB: rank-16 gradients between stages in the cool-down; FE: one average of the tied embedding; SC k: rank-128 gradients between
-workers from the first k stages, k as the model chooses it. Parts of the time as in `costmodel.LayoutPrediction`.
+workers from the first k stages, k as the model chooses it. Parts of the time as in `layouts.LayoutPrediction`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import dataclasses
 from absl import flags
 
 from decjax import costmodel
-from decjax.costmodel import plan_layouts
+from decjax.contrib import layouts
 from experiments import script
 from launch import command
 
@@ -26,22 +26,22 @@ FLAGS = flags.FLAGS
 
 CLUSTER = "configs/clusters/optimus_a100.json"
 MODELS = {
-    size: costmodel.Transformer(layers, width, 24, 51200, 1024, 512, tied=True, value_bytes=2, gradient_bytes=2, parameter_bytes=6)
+    size: layouts.Transformer(layers, width, 24, 51200, 1024, 512, tied=True, value_bytes=2, gradient_bytes=2, parameter_bytes=6)
     for size, layers, width in (("2.5b", 52, 1920), ("8.3b", 72, 3072))
 }
-LAYOUT = costmodel.DeviceLayout(workers=4, stages=4, tensor=8, microbatches=16, inner="worker", remat="layers")
+LAYOUT = layouts.DeviceLayout(workers=4, stages=4, tensor=8, microbatches=16, inner="worker", remat="layers")
 PARTS = ("compute_s", "bubble_s", "tensor_s", "boundary_s", "workers_s", "embedding_s")
 
 
-def predict(size: str, *, nic: float = 1.0, blocking: bool = False) -> dict[str, costmodel.LayoutPrediction]:
+def predict(size: str, *, nic: float = 1.0, blocking: bool = False) -> dict[str, layouts.LayoutPrediction]:
     """Return predictions for "baseline", "CB", "CB+FE" and "CB+FE+SC k" of a model size, with NICs that reach a fraction of their rate."""
     cluster, _ = costmodel.load(CLUSTER)
     inter = dataclasses.replace(cluster.inter, bandwidth_Bps=nic * cluster.inter.bandwidth_Bps)
     cluster, layout = dataclasses.replace(cluster, inter=inter), dataclasses.replace(LAYOUT, blocking=blocking)
     assert cluster.flops is not None
-    load = costmodel.work(MODELS[size], layout, cluster.flops)
-    ways = plan_layouts.compressions(cluster, MODELS[size], load, layout)
-    return {_label(name): costmodel.predict_layout(cluster, load, layout, traffic) for name, traffic in ways.items()}
+    load = layouts.work(MODELS[size], layout, cluster.flops)
+    ways = layouts.compressions(cluster, MODELS[size], load, layout)
+    return {_label(name): layouts.predict_layout(cluster, load, layout, traffic) for name, traffic in ways.items()}
 
 
 def _label(method: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from absl import flags
 
 from decjax import costmodel
-from decjax.costmodel.transformer import low_rank_ratio
+from decjax.contrib import layouts
 from experiments import cluster_runtime, script, speedup
 from experiments.bench.cluster import systems
 from launch import cluster
@@ -41,7 +41,7 @@ ROWS: dict[str, tuple[str, str, When]] = {  # name -> codec of gradients, of act
     "gradients and activations, int8": ("int8", "int8", "always"),
 }
 # Messages are a microbatch's activations, one row a token; int8 has a scale for each block of 256 values.
-RATIOS = {LOW_RANK: 1 / low_rank_ratio(SIZE * MODEL["context"], MODEL["width"], RANK), "int8": 1 / 4 + 1 / 256}
+RATIOS = {LOW_RANK: 1 / layouts.low_rank_ratio(SIZE * MODEL["context"], MODEL["width"], RANK), "int8": 1 / 4 + 1 / 256}
 MESSAGE_BYTES = 4 * SIZE * MODEL["context"] * MODEL["width"]
 FREE_BPS = 1e15  # of links that are not limited
 
@@ -55,9 +55,9 @@ def row(name: str, microbatches: int) -> systems.Row:
     return systems.decjax(name, argument, batch_size=SIZE * microbatches, model=MODEL, **fields)
 
 
-def boundary(codec: str, when: When = "always") -> costmodel.Boundary:
+def boundary(codec: str, when: When = "always") -> layouts.Boundary:
     """Return the cost model's description of messages with a codec."""
-    return costmodel.Boundary(RATIOS[codec], codec, when) if codec else costmodel.Boundary()
+    return layouts.Boundary(RATIOS[codec], codec, when) if codec else layouts.Boundary()
 
 
 def iteration_s(name: str, microbatches: int, link: costmodel.Link, compute_s: float, codec_s: float) -> float:
@@ -66,14 +66,14 @@ def iteration_s(name: str, microbatches: int, link: costmodel.Link, compute_s: f
     All passes of one microbatch together compute for `compute_s`; compressing and decompressing one message takes `codec_s`.
     """
     backward, forward, when = ROWS[name]
-    layout = costmodel.DeviceLayout(stages=STAGES, microbatches=microbatches)
-    counted = costmodel.work(costmodel.Transformer(batch_size=SIZE * microbatches, **MODEL), layout, 1.0)
+    layout = layouts.DeviceLayout(stages=STAGES, microbatches=microbatches)
+    counted = layouts.work(layouts.Transformer(batch_size=SIZE * microbatches, **MODEL), layout, 1.0)
     scale_s, none = compute_s / (sum(counted.forward_s) + sum(counted.backward_s)), (0.0,) * STAGES
     forward_s, backward_s = (tuple(scale_s * s for s in passes) for passes in (counted.forward_s, counted.backward_s))
-    load = costmodel.Work(forward_s, backward_s, counted.boundary_bytes, 0.0, none, none, none)
+    load = layouts.Work(forward_s, backward_s, counted.boundary_bytes, 0.0, none, none, none)
     emulated = costmodel.Cluster("emulated", STAGES, 1, link, link, codec_Bps=counted.boundary_bytes / codec_s if codec_s else None)
-    traffic = costmodel.Traffic(costmodel.no_communication(), backward=boundary(backward, when), forward=boundary(forward))
-    return costmodel.predict_layout(emulated, load, layout, traffic).time_s
+    traffic = layouts.Traffic(costmodel.no_communication(), backward=boundary(backward, when), forward=boundary(forward))
+    return layouts.predict_layout(emulated, load, layout, traffic).time_s
 
 
 def inverse(function: Callable[[float], float], value: float, high: float) -> float:

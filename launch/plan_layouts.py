@@ -15,14 +15,14 @@ from absl import flags
 from rich import console
 
 from decjax import costmodel, topology
-from decjax.costmodel import plan_layouts as layouts
+from decjax.contrib import layouts
 from decjax.errors import ConfigError
 from launch import command, config_file, plan_model, plan_report
 
 FLAGS = flags.FLAGS
 
 
-def read_flags() -> tuple[costmodel.Cluster, costmodel.Transformer]:
+def read_flags() -> tuple[costmodel.Cluster, layouts.Transformer]:
     """Return the resized cluster and the model."""
     cluster, _ = costmodel.load(FLAGS.cluster)
     cluster = plan_model.resized(cluster, "devices", FLAGS.devices)
@@ -35,9 +35,7 @@ def read_flags() -> tuple[costmodel.Cluster, costmodel.Transformer]:
     return cluster, plan_model.transformer(FLAGS.model)
 
 
-def report(
-    cluster: costmodel.Cluster, model: costmodel.Transformer, ranked: list[layouts.RankedLayout], width: int
-) -> console.Group:
+def report(cluster: costmodel.Cluster, model: layouts.Transformer, ranked: list[layouts.RankedLayout], width: int) -> console.Group:
     """Return the ranking; terminals of less than 110 columns get fewer columns."""
     title = (
         f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} devices; {model.parameters / 1e6:.4g} million "

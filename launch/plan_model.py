@@ -6,6 +6,7 @@ from typing import Annotated, TypeVar
 from absl import flags
 
 from decjax import costmodel, registry, topology
+from decjax.contrib import layouts
 from decjax.costmodel.profile import LARGEST, MAX_BUCKETS, Amount, Rate, Size
 from decjax.options import Range
 from launch import command, config_file
@@ -27,8 +28,8 @@ class Sizes:
     tied: Annotated[int, Range(0, 1)] = 0
     bytes: Rate = 4.0
 
-    def transformer(self) -> costmodel.Transformer:
-        return costmodel.Transformer(
+    def transformer(self) -> layouts.Transformer:
+        return layouts.Transformer(
             self.depth,
             self.width,
             self.heads,
@@ -106,13 +107,14 @@ def parse(text: str, cls: type[T]) -> T:
     return cls(**registry.fill("--model: ", given, known))
 
 
-def transformer(text: str) -> costmodel.Transformer:
+def transformer(text: str) -> layouts.Transformer:
     """Return the transformer of a config or of sizes."""
     if not is_config(text):
         return parse(text, Sizes).transformer()
     from decjax import config  # It imports JAX, which takes seconds.
+    from decjax.contrib import selective
 
-    return config.transformer(config.resolve(config_file.get_config(text)))
+    return selective.transformer(config.resolve(config_file.get_config(text)))
 
 
 def resized(cluster: costmodel.Cluster, flag: str, number: int | None) -> costmodel.Cluster:

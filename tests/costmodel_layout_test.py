@@ -10,11 +10,12 @@ import pytest
 
 from decjax import schedules
 from decjax import topology as tp
-from decjax.costmodel import Cluster, Link, Workload, all_reduce, gossip, iteration, no_communication, predict
-from decjax.costmodel import layout as lay
-from decjax.costmodel.iteration import Hop, predict_layout
-from decjax.costmodel.layout import Boundary, DeviceLayout, Traffic, Work
-from decjax.costmodel.transformer import Transformer, low_rank_ratio
+from decjax.contrib.layouts import iteration
+from decjax.contrib.layouts import layout as lay
+from decjax.contrib.layouts.iteration import Hop, predict_layout
+from decjax.contrib.layouts.layout import Boundary, DeviceLayout, Traffic, Work
+from decjax.contrib.layouts.transformer import Transformer, low_rank_ratio
+from decjax.costmodel import Cluster, Link, Workload, all_reduce, gossip, no_communication, predict
 
 FREE = Link(0, 1e18)
 SILENT = Hop(0.0, 0.0, 0.0, 0.0)

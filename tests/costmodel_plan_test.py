@@ -13,7 +13,8 @@ import rich.console
 
 from decjax import costmodel
 from decjax import topology as tp
-from decjax.costmodel import Cluster, Jitter, Link, Workload, all_reduce, gossip, plan, plan_layouts, predict
+from decjax.contrib import layouts
+from decjax.costmodel import Cluster, Jitter, Link, Workload, all_reduce, gossip, plan, predict
 from launch import plan_model, plan_report
 from tests import commands
 
@@ -125,26 +126,26 @@ def test_timeline_is_in_order():
 
 # -- Three dimensions -------------------------------------------------------------------------------------------------
 
-GPT = costmodel.Transformer(8, 256, 8, 4096, 128, batch_size=64, tied=True)
+GPT = layouts.Transformer(8, 256, 8, 4096, 128, batch_size=64, tied=True)
 SIXTEEN = dataclasses.replace(SLOW.resize(16), flops=1e12)
 
 
 def test_all_divisions_are_found_or_refused():
-    found, refused = plan_layouts.layouts(GPT, 16, microbatch_size=2)
+    found, refused = layouts.layouts(GPT, 16, microbatch_size=2)
     assert len(found) + len(refused) == 15  # ordered triples of powers of two with product 16
     assert all(layout.num_devices == 16 and layout.microbatches * layout.workers == 32 for layout in found)
     assert {name: reason.split(";")[0] for name, reason in refused.items()} == {
         "1×1×16": "heads=8 does not divide into tensor=16",
         "1×16×1": "depth=8 does not divide into stages=16 × chunks=1",
     }
-    assert plan_layouts.layouts(GPT, 16, microbatch_size=8)[1]["16×1×1"].startswith("batch_size=64 does not divide into workers=16")
-    interleaved, _ = plan_layouts.layouts(GPT, 16, schedule="interleaved", chunks=2)
+    assert layouts.layouts(GPT, 16, microbatch_size=8)[1]["16×1×1"].startswith("batch_size=64 does not divide into workers=16")
+    interleaved, _ = layouts.layouts(GPT, 16, schedule="interleaved", chunks=2)
     assert {layout.schedule for layout in interleaved if layout.stages > 1} == {"interleaved"}
 
 
 def test_layouts_are_ranked_and_what_they_send_is_named():
-    found, _ = plan_layouts.layouts(GPT, 16, microbatch_size=2)
-    rows, refused = plan_layouts.rank_layouts(SIXTEEN, GPT, found, boundary_rank=4, workers_rank=4)
+    found, _ = layouts.layouts(GPT, 16, microbatch_size=2)
+    rows, refused = layouts.rank_layouts(SIXTEEN, GPT, found, boundary_rank=4, workers_rank=4)
     assert not refused and [r.prediction.time_s for r in rows] == sorted(r.prediction.time_s for r in rows)
     plain = min(r.prediction.time_s for r in rows if r.name == "all-reduce")
     assert all(r.speedup == pytest.approx(plain / r.prediction.time_s) for r in rows)
@@ -164,16 +165,16 @@ def test_layouts_are_ranked_and_what_they_send_is_named():
 
 
 def test_what_does_not_fit_is_refused():
-    found, _ = plan_layouts.layouts(GPT, 16, microbatch_size=2)
-    held = {layout.name: costmodel.memory(GPT, layout, costmodel.Traffic(costmodel.no_communication())).total for layout in found}
+    found, _ = layouts.layouts(GPT, 16, microbatch_size=2)
+    held = {layout.name: layouts.memory(GPT, layout, layouts.Traffic(costmodel.no_communication())).total for layout in found}
     limit = sorted(held.values())[len(held) // 2]
-    rows, refused = plan_layouts.rank_layouts(dataclasses.replace(SIXTEEN, memory_bytes=limit), GPT, found)
+    rows, refused = layouts.rank_layouts(dataclasses.replace(SIXTEEN, memory_bytes=limit), GPT, found)
     assert {name for name in refused if " " not in name} == {name for name, num_bytes in held.items() if num_bytes > limit}
     assert rows and all(r.memory.total <= limit for r in rows)
     assert any(" with one_peer_exponential awc" in name for name in refused)  # received values need memory
     assert all(f"and has {limit / 1e9:.3g}; use more stages" in reason and "\n" not in reason for reason in refused.values())
     with pytest.raises(ValueError, match="the cluster's flops=None must be a number"):
-        plan_layouts.rank_layouts(SLOW, GPT, found)
+        layouts.rank_layouts(SLOW, GPT, found)
 
 
 # -- The command -------------------------------------------------------------------------------------------------------

@@ -8,23 +8,8 @@ import numpy as np
 import pytest
 
 from decjax import topology as tp
-from decjax.costmodel import (
-    Boundary,
-    Cluster,
-    DeviceLayout,
-    Jitter,
-    Link,
-    Traffic,
-    Transformer,
-    Workload,
-    all_reduce,
-    choose_compressed_stages,
-    gossip,
-    no_communication,
-    predict,
-    predict_layout,
-    work,
-)
+from decjax.contrib.layouts import Boundary, DeviceLayout, Traffic, Transformer, choose_compressed_stages, predict_layout, work
+from decjax.costmodel import Cluster, Jitter, Link, Workload, all_reduce, gossip, no_communication, predict
 
 RECORDED = pathlib.Path(__file__).parent / "data" / "costmodel.json"
 FLAT = Cluster("flat", 8, 1, Link(0, 1e10), Link(1e-3, 2e8), codec_Bps=1e9)

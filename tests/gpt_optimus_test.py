@@ -11,7 +11,7 @@ import pytest
 
 from configs import gpt_optimus
 from decjax import registry
-from decjax.costmodel.transformer import low_rank_ratio
+from decjax.contrib.layouts.transformer import low_rank_ratio
 from tests.runs import run_of, spec_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -54,14 +54,11 @@ NUMPY_ONLY = (
     "decjax.costmodel.profile",
     "decjax.costmodel.json_files",
     "decjax.costmodel.methods",
-    "decjax.costmodel.plan_layouts",
     "decjax.costmodel.exchange",
     "decjax.costmodel.model",
     "decjax.costmodel.simulator",
-    "decjax.costmodel.transformer",
-    "decjax.costmodel.layout",
-    "decjax.costmodel.iteration",
     "decjax.costmodel.plan",
+    "decjax.contrib.layouts",
     "decjax.contrib.random_graphs",
 )
 
@@ -97,6 +94,7 @@ OUTSIDE = {
     "experiments.paced": ("configs", "decjax.config", "decjax.contrib.quadratics", "decjax.options", "decjax.tasks"),
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
     "experiments": (
+        "decjax.contrib.layouts",
         "decjax.costmodel",
         "decjax.files",
         "decjax.topology",
@@ -130,7 +128,7 @@ MESH_MAKERS = {"make_mesh", "shard_map", "pmap", "Mesh", "AbstractMesh", "Partit
 HOMONYMS = {
     # The effect of a method, or of a boundary between stages, in a run and in the cost model.
     "Method": ["decjax.costmodel.methods", "decjax.optim.method"],
-    "Boundary": ["decjax.costmodel.layout", "decjax.pipeline.boundary"],
+    "Boundary": ["decjax.contrib.layouts.layout", "decjax.pipeline.boundary"],
     # Private to each model and task, used in its module only.
     "Block": ["decjax.contrib.images.resnet", "decjax.models.decoder"],
     "Examples": ["decjax.contrib.images.task", "decjax.contrib.quadratics.task"],

@@ -10,6 +10,7 @@ import pytest
 
 from decjax import codecs, costmodel, mesh, models, pipeline, reduce, schedules
 from decjax.channel import Channel
+from decjax.contrib import layouts
 from decjax.optim import AllReduce, clip_by_global_norm
 from decjax.pipeline import executor
 from decjax.pipeline import ticks as table_lib
@@ -304,16 +305,16 @@ def test_the_cost_model_tells_what_a_device_of_the_program_sends(N, S, T, ratio)
     program = engine.whole_step(Step(source.gradient, method, workers, 0), 0).lower(state, batch, np.int32(0)).compile()
     sent = {axis: sent_NxS / T for axis, sent_NxS in hlo.bytes_by_stage(program.as_text(), workers.sizes).items()}
 
-    layout = costmodel.DeviceLayout(N, S, T, microbatches=M, remat="stages")
-    transformer = costmodel.Transformer(DEPTH, 8, 2, VOCABULARY, CONTEXT, BATCH, hidden=8)
+    layout = layouts.DeviceLayout(N, S, T, microbatches=M, remat="stages")
+    transformer = layouts.Transformer(DEPTH, 8, 2, VOCABULARY, CONTEXT, BATCH, hidden=8)
     link = costmodel.Link(0.0, 1e9)
     cluster = costmodel.Cluster("devices", N * S * T, 1, link, link)
-    coded = costmodel.Boundary(ratio)
-    predicted = costmodel.predict_layout(
+    coded = layouts.Boundary(ratio)
+    predicted = layouts.predict_layout(
         cluster,
-        costmodel.work(transformer, layout, 1e9),
+        layouts.work(transformer, layout, 1e9),
         layout,
-        costmodel.Traffic(costmodel.all_reduce(N), backward=coded, forward=coded),
+        layouts.Traffic(costmodel.all_reduce(N), backward=coded, forward=coded),
     )
     loss = 2 * (S - 1) / S * 4  # summed over stages
     np.testing.assert_allclose(sent["stage"] - loss, predicted.boundary_bytes)

@@ -9,7 +9,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from configs import lm
-from decjax import costmodel, gossip, mesh, train
+from decjax import gossip, mesh, train
+from decjax.contrib import layouts
 from tests.runs import run_of, spec_of, trainer_of
 
 STEPS = 12
@@ -216,8 +217,8 @@ def test_the_cost_model_knows_what_travels_between_stages(tmp_path, monkeypatch,
         + (f",{keys}" if keys else "")
     )
     config.update_from_flattened_dict({"reducer.cluster": str(profile), "model.width": 32, "batch_size": 16})
-    choose = costmodel.choose_compressed_stages
-    monkeypatch.setattr(costmodel, "choose_compressed_stages", lambda *args: asked.append(args) or choose(*args))
+    choose = layouts.choose_compressed_stages
+    monkeypatch.setattr(layouts, "choose_compressed_stages", lambda *args: asked.append(args) or choose(*args))
     assert spec_of(config).averaging.stages
     ((*_, layout, traffic),) = asked
     assert (layout.tensor, traffic.backward.when, traffic.forward.when) == (2, backward[1], forward[1])

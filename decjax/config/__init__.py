@@ -5,14 +5,12 @@
     rules      conditions across fields
     setup      `Setup`, the parts of a run, and `build(spec, devices)`, which places them on devices
     sections   the sections of a config, for the files in configs/
-    selective  how many stages of a pipeline should compress
 
 A config that describes no possible run raises a `ConfigError`, which names in one line the value, the constraint and the fix.
 """
 
 from decjax.config.resolve import Size, message_ratio, read, resolve, size
 from decjax.config.sections import choose, defaults, section
-from decjax.config.selective import transformer
 from decjax.config.setup import Setup, build
 from decjax.config.spec import SECTIONS, SIMULATED_WORKERS, Choice, Elastic, RunSpec, plain_fields, shorthand_keys
 from decjax.errors import ConfigError
@@ -36,5 +34,4 @@ __all__ = [
     "section",
     "shorthand_keys",
     "size",
-    "transformer",
 ]

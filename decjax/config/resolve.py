@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, MutableMapping
 import copy
+import dataclasses
 import json
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import ml_collections
 import numpy as np
 
 from decjax import registry
-from decjax.config import rules, selective
+from decjax.config import rules
 from decjax.config.spec import CHOICES, SECTIONS, SIMULATED_WORKERS, VERSION, Averaging, Choice, RunSpec, around, plain_fields
 from decjax.errors import config_errors
 
@@ -41,7 +42,7 @@ def resolve(
             config["workers"] = SIMULATED_WORKERS if config["simulate"] else max(1, fitting)
             spec = read(config)
         rules.check(spec)
-        spec = selective.decided(spec)
+        spec = _with_stages(spec)
         rules.check_parts(spec.setup)
         return spec
 
@@ -54,6 +55,15 @@ def read(config: ml_collections.ConfigDict | Mapping[str, Any]) -> RunSpec:
     """
     with config_errors():
         return _spec(_plain(config))
+
+
+def _with_stages(spec: RunSpec) -> RunSpec:
+    """Return the spec with the number of compressing stages in place of the name of a rule that decides it, such as "auto"."""
+    rule = spec.averaging.stages
+    if not rule or rule.isdecimal():
+        return spec
+    spec = spec.replace(averaging=dataclasses.replace(spec.averaging, stages=""))
+    return spec.replace(averaging=dataclasses.replace(spec.averaging, stages=str(registry.make("stages", rule, spec))))
 
 
 class Size(NamedTuple):

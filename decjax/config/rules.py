@@ -6,8 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 from decjax import registry, tasks
-from decjax.config.setup import Setup
-from decjax.config.spec import AUTO, Averaging, Choice, Layers, RunSpec, StageMessages, plain_fields
+from decjax.config.setup import Setup, boundary_ratios
+from decjax.config.spec import Averaging, Choice, Layers, RunSpec, StageMessages, plain_fields
 from decjax.optim.method import Method
 from decjax.pipeline.source import Source
 
@@ -103,6 +103,11 @@ def _no_effect(path: str, broken: Callable[[RunSpec], Any], why: Callable[[RunSp
     return Rule(path, broken, lambda spec: f" changes nothing with {why(spec)}", **more)
 
 
+def _are_stages(text: str, most: int) -> bool:
+    """Whether a text says how many stages compress, itself or by the name of a rule."""
+    return 1 <= int(text) <= most if text.isdecimal() else text in registry.names("stages")
+
+
 def _one_stage(spec: RunSpec) -> str:
     return f"pipeline.stages={spec.pipeline.stages}"
 
@@ -184,10 +189,10 @@ RULES = (
     ),
     Rule(
         "reducer.stages",
+        lambda spec: not _are_stages(spec.averaging.stages, spec.pipeline.stages),
         lambda spec: (
-            (text := spec.averaging.stages) and text != AUTO and not (text.isdecimal() and 1 <= int(text) <= spec.pipeline.stages)
+            f" must be a number from 1 to stages={spec.pipeline.stages}, {', '.join(map(repr, registry.names('stages')))}, or empty for all"
         ),
-        lambda spec: f" must be a number from 1 to stages={spec.pipeline.stages}, {AUTO!r}, or empty for all",
         lambda spec: "use a number in this range",
     ),
     *(_no_effect(f"reducer.{name}", lambda spec: spec.pipeline.stages == 1, _one_stage) for name in ("stages", "cluster")),
@@ -270,6 +275,8 @@ RULES = (
 def check_parts(setup: Setup) -> None:
     """Raise a ValueError for values that do not fit the parts that were made of them."""
     spec, task, method = setup.spec, setup.task, setup.method
+    if spec.boundary:
+        _check_boundary(setup)
     setup.trace_start()
     if spec.tensor > 1 and not task.divided:
         model = f" with model {spec.model.name!r}" if spec.model else ""
@@ -291,6 +298,21 @@ def check_engine(engine: str, method: Method) -> None:
             "engine 'split' needs an exchange that does not depend on the gradient: method 'decentralized' "
             "with order 'awc' and a static phase, or 'allreduce' with stale; use engine 'fused'"
         )
+
+
+def _check_boundary(setup: Setup) -> None:
+    """Raise a ValueError if a codec makes messages between stages larger than they are uncompressed."""
+    spec = setup.spec
+    tokens = setup.task.examples(spec.batch_per_worker // spec.pipeline.microbatches)
+    assert setup.source.division is not None  # A boundary implies stages.
+    activation = setup.source.division.activation(tokens.shape[0], tokens.shape[1] - 1)
+    B, T, D = activation.shape
+    for name, ratio in zip(("backward", "forward"), boundary_ratios(spec, (B * T // spec.tensor, D), activation.dtype)):
+        if ratio > 1:
+            raise ValueError(
+                f"boundary.{name}={getattr(spec.boundary, name)!r} makes messages of {ratio:.3g} times the bytes of the "
+                f"uncompressed {activation.dtype} values; use a lower rank, fewer bits or values, or leave it empty"
+            )
 
 
 def _check_sums(spec: RunSpec, task: tasks.Task) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -19,6 +20,7 @@ from decjax.optim.method import Method
 from decjax.pipeline import autoencoder
 from decjax.pipeline import source as source_lib
 from decjax.registry import of_field
+from decjax.typing import DType
 
 SAMPLED = 16  # tokens for each value of an activation, to find principal directions
 COPIES = 3  # of its parameters that a worker holds at least: themselves, a gradient, and the state of most optimizers
@@ -147,6 +149,26 @@ def boundary_codecs(spec: RunSpec) -> dict[str, codecs.Codec]:
     """Return the codecs of messages between stages: "backward" of gradients, "forward" of activations; both, one or none."""
     chosen = {kind: getattr(spec.boundary, kind) for kind in ("backward", "forward")}
     return {kind: registry.make("codec", text) for kind, text in chosen.items() if text}
+
+
+def boundary_ratios(spec: RunSpec, shape: tuple[int, int], dtype: DType) -> tuple[float, float]:
+    """Return the bytes of messages between stages ÷ those of uncompressed ones, of gradients and of activations.
+
+    Args:
+        spec: of the run.
+        shape: I×J of a message, with I the rows of a microbatch that one device sends.
+        dtype: of the activations.
+    """
+    if narrow := spec.pipeline.autoencoder:
+        return narrow / shape[1], narrow / shape[1]
+    made = boundary_codecs(spec)
+    shapes = dict.fromkeys(made, shape)
+    if spec.boundary.reuse_indices:
+        message = jax.eval_shape(lambda x: made["forward"].encode(x, (), None), jax.ShapeDtypeStruct(shape, jnp.float32))
+        shapes["backward"] = message["where"].shape
+    plain_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+    ratios = {kind: codec.num_bytes(shapes[kind], jnp.float32) / plain_bytes for kind, codec in made.items()}
+    return ratios.get("backward", 1.0), ratios.get("forward", 1.0)
 
 
 def make_source(

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from decjax.config.setup import Setup
 
 VERSION = 1  # of config.json; raised when a field changes its meaning
-AUTO = "auto"  # value of `Averaging.stages` that leaves the number to the cost model
 SIMULATED_WORKERS = 8  # on a lone accelerator; without one, the number of forced CPU devices
 Engine = Literal["auto", "fused", "split"]  # how the exchange of a step is dispatched, see `train.engine`
 CHOICES = ("model", "schedule", "optimizer", "method", "mixer", "source")  # sections with a part's name and options
@@ -54,7 +53,7 @@ class Averaging:
 
     Attributes:
         start: steps of the exact mean before the reducer is used.
-        stages: how many of the first stages of a pipeline compress; empty: all; "auto": decided by the cost model.
+        stages: how many of the first stages of a pipeline compress; empty: all; "auto": see `decjax.contrib.selective`.
         cluster: path of the cluster's profile for "auto"; empty: none.
     """
 

@@ -1,17 +1,13 @@
 """Predicts the time per iteration of training methods on a cluster, and when decentralized training beats all-reduce. NumPy only.
 
-    profile       clusters, workloads, and how compute times vary
-    json_files    their JSON form
-    exchange      latency and bandwidth cost of a round of messages on a cluster
-    methods       what is sent over which topology
-    simulator     times of training steps, by a max-plus recursion over workers
-    model         time per iteration of a method whose workers are one device each
-    transformer   parameters, operations and bytes of a decoder
-    layout        workers × stages × tensor: what devices compute, send and keep in memory
-    iteration     time per iteration of a layout, under a pipeline schedule
-    fit           fits a cluster's numbers to measurements
-    plan          ranks methods, and says where each one is the fastest
-    plan_layouts  ranks layouts
+    profile     clusters, workloads, and how compute times vary
+    json_files  their JSON form
+    exchange    latency and bandwidth cost of a round of messages on a cluster
+    methods     what is sent over which topology
+    simulator   times of training steps, by a max-plus recursion over workers
+    model       time per iteration of a method whose workers are one device each
+    fit         fits a cluster's numbers to measurements
+    plan        ranks methods, and says where each one is the fastest
 
 Impossible values are refused by a ValueError of one line: the value and what is allowed.
 
@@ -24,39 +20,25 @@ Examples:
   '2.44 times faster'
 """
 
-from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
 from decjax.costmodel.json_files import load, load_workload, save
-from decjax.costmodel.layout import Boundary, DeviceLayout, Footprint, Traffic, Work, memory, work
 from decjax.costmodel.methods import Method, all_reduce, compressed, gossip, no_communication
 from decjax.costmodel.model import Prediction, predict
 from decjax.costmodel.profile import Cluster, Compressed, Jitter, Link, Workload
-from decjax.costmodel.transformer import Transformer
 
 __all__ = [
-    "Boundary",
     "Cluster",
     "Compressed",
-    "DeviceLayout",
-    "Footprint",
     "Jitter",
-    "LayoutPrediction",
     "Link",
     "Method",
     "Prediction",
-    "Traffic",
-    "Transformer",
-    "Work",
     "Workload",
     "all_reduce",
-    "choose_compressed_stages",
     "compressed",
     "gossip",
     "load",
     "load_workload",
-    "memory",
     "no_communication",
     "predict",
-    "predict_layout",
     "save",
-    "work",
 ]

@@ -12,9 +12,9 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 
 from decjax import schedules
+from decjax.contrib.layouts.transformer import Transformer
 from decjax.costmodel.methods import GRADIENTS, PARAMETERS, Method
 from decjax.costmodel.profile import Rate, Size, check_divides
-from decjax.costmodel.transformer import Transformer
 from decjax.options import Natural, Range, check, checked, checked_class
 from decjax.schedules import FORWARD, Schedule
 

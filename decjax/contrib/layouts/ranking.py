@@ -5,11 +5,11 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
-from decjax.costmodel.layout import EPILOGUE, Boundary, DeviceLayout, Footprint, Traffic, Work, memory, work
+from decjax.contrib.layouts.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
+from decjax.contrib.layouts.layout import EPILOGUE, Boundary, DeviceLayout, Footprint, Traffic, Work, memory, work
+from decjax.contrib.layouts.transformer import Transformer, low_rank_ratio
 from decjax.costmodel.methods import Order, all_reduce, gossip, graphs, no_communication
 from decjax.costmodel.profile import Cluster, Rate, check_divides, check_number
-from decjax.costmodel.transformer import Transformer, low_rank_ratio
 
 BOUNDARY_RANK, WORKERS_RANK = 16, 128  # as in the experiments of Optimus-CC, arXiv 2301.09830
 

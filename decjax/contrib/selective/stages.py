@@ -4,34 +4,23 @@ Stage 0 finishes its backward passes last. Until then the messages of later stag
 first k stages, whose messages would be waited for, compress.
 """
 
-import dataclasses
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from decjax import costmodel, reduce
+from decjax import costmodel, reduce, registry
 from decjax.channel import Channel
-from decjax.config.setup import boundary_codecs, make_reducer
-from decjax.config.spec import AUTO, Averaging, RunSpec
+from decjax.config.setup import boundary_codecs, boundary_ratios, make_reducer
+from decjax.config.spec import Averaging, RunSpec
+from decjax.contrib import layouts
 from decjax.errors import ConfigError
+from decjax.typing import DType
 
 SIZES = ("depth", "width", "heads", "vocabulary", "context", "hidden", "tied")  # options of a transformer
 
 
-def decided(spec: RunSpec) -> RunSpec:
-    """Return the spec with the number of compressing stages in place of "auto", and with messages that are smaller than uncompressed."""
-    if spec.averaging.stages == AUTO:
-        spec = spec.replace(averaging=dataclasses.replace(spec.averaging, stages=""))
-        spec = spec.replace(averaging=dataclasses.replace(spec.averaging, stages=str(choose(spec))))
-    if spec.boundary:
-        check_boundary(spec)
-    return spec
-
-
+@registry.register("stages", "auto")
 def choose(spec: RunSpec) -> int:
-    """Return k ≥ 1, the smallest number of compressing stages at which compressing more gains nothing.
+    """The smallest number k ≥ 1 of compressing stages at which compressing more gains nothing, by the cost model.
 
     Args:
         spec: of a run whose reducer has a `cluster`, the profile of a cluster with `flops`, and compresses in all stages.
@@ -65,13 +54,13 @@ def choose(spec: RunSpec) -> int:
     codec = str(spec.reducer.options.get("codec") or spec.reducer.name).partition("(")[0]
     rows = layout.microbatch_size(model) * size["context"] // layout.tensor
     backward, forward = boundaries(spec, (rows, size["width"]), size["dtype"])
-    traffic = costmodel.Traffic(
+    traffic = layouts.Traffic(
         costmodel.all_reduce(N, ratio=ratio, codec=codec),
         backward=backward,
         forward=forward,
         fused_embedding=spec.pipeline.fused_embedding,
     )
-    count, _ = costmodel.choose_compressed_stages(cluster, costmodel.work(model, layout, cluster.flops), layout, traffic)
+    count, _ = layouts.choose_compressed_stages(cluster, layouts.work(model, layout, cluster.flops), layout, traffic)
     if not count:
         raise ValueError(
             f"reducer.stages='auto': on cluster {cluster.name!r} all-reduce is hidden or cheap enough that no stage "
@@ -80,8 +69,8 @@ def choose(spec: RunSpec) -> int:
     return count
 
 
-def _layout(spec: RunSpec) -> costmodel.DeviceLayout:
-    return costmodel.DeviceLayout(
+def _layout(spec: RunSpec) -> layouts.DeviceLayout:
+    return layouts.DeviceLayout(
         workers=spec.workers,
         stages=spec.pipeline.stages,
         tensor=spec.tensor,
@@ -93,49 +82,20 @@ def _layout(spec: RunSpec) -> costmodel.DeviceLayout:
     )
 
 
-def transformer(spec: RunSpec) -> costmodel.Transformer:
+def transformer(spec: RunSpec) -> layouts.Transformer:
     """The run's model and global batch size as the cost model describes a transformer; a ConfigError if it is none."""
     if spec.model is None or not spec.model.options.keys() >= {*SIZES, "dtype"}:
         name = f"model {spec.model.name!r}" if spec.model else f"task {spec.task.name!r}"
         raise ConfigError(f"{name} is no transformer, and layouts are planned for those only; use a config with model 'decoder'")
     size, value_bytes = spec.model.options, jnp.dtype(spec.model.options["dtype"]).itemsize
-    return costmodel.Transformer(batch_size=spec.batch_size, value_bytes=value_bytes, **{name: size[name] for name in SIZES})
+    return layouts.Transformer(batch_size=spec.batch_size, value_bytes=value_bytes, **{name: size[name] for name in SIZES})
 
 
-def check_boundary(spec: RunSpec) -> None:
-    """Raise a ValueError if a codec makes messages between stages larger than they are uncompressed."""
-    setup = spec.setup
-    tokens = setup.task.examples(spec.batch_per_worker // spec.pipeline.microbatches)
-    assert setup.source.division is not None  # A boundary implies stages.
-    activation = setup.source.division.activation(tokens.shape[0], tokens.shape[1] - 1)
-    B, T, D = activation.shape
-    for name, message in zip(("backward", "forward"), boundaries(spec, (B * T // spec.tensor, D), activation.dtype), strict=True):
-        if message.ratio > 1:
-            raise ValueError(
-                f"boundary.{name}={getattr(spec.boundary, name)!r} makes messages of {message.ratio:.3g} times the bytes of the "
-                f"uncompressed {activation.dtype} values; use a lower rank, fewer bits or values, or leave it empty"
-            )
-
-
-def boundaries(spec: RunSpec, shape: tuple[int, int], dtype: Any) -> tuple[costmodel.Boundary, costmodel.Boundary]:
-    """(gradients, activations): how messages between stages are compressed, as the cost model describes it.
-
-    `shape` is I×J of a message, with I the rows of a microbatch that one device sends; `dtype` is that of the activations.
-    """
-    if narrow := spec.pipeline.autoencoder:
-        message = costmodel.Boundary(narrow / shape[1])
-        return message, message
-    made = boundary_codecs(spec)
-    shapes = dict.fromkeys(made, shape)
-    if spec.boundary.reuse_indices:
-        message = jax.eval_shape(lambda x: made["forward"].encode(x, (), None), jax.ShapeDtypeStruct(shape, jnp.float32))
-        shapes["backward"] = message["where"].shape
-
-    def boundary(name, when):
-        if name not in made:
-            return costmodel.Boundary()
-        ratio = made[name].num_bytes(shapes[name], jnp.float32) / (math.prod(shape) * jnp.dtype(dtype).itemsize)
-        return costmodel.Boundary(ratio, made[name].name, when)
-
+def boundaries(spec: RunSpec, shape: tuple[int, int], dtype: DType) -> tuple[layouts.Boundary, layouts.Boundary]:
+    """(gradients, activations): how messages between stages are compressed; the arguments are those of `boundary_ratios`."""
+    made = {} if spec.pipeline.autoencoder else boundary_codecs(spec)
+    backward, forward = boundary_ratios(spec, shape, dtype)
+    name = {kind: codec.name for kind, codec in made.items()}
     # The cost model, too, takes from the schedule which gradients "epilogue" means.
-    return boundary("backward", spec.boundary.when), boundary("forward", "always")
+    when = spec.boundary.when if "backward" in made else layouts.ALWAYS
+    return layouts.Boundary(backward, name.get("backward", ""), when), layouts.Boundary(forward, name.get("forward", ""))

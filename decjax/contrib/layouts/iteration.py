@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from decjax.contrib.layouts.layout import DeviceLayout, Traffic, Work, by_stage
 from decjax.costmodel.exchange import Exchange, exchange_cost, mean_cost, messages_cost
-from decjax.costmodel.layout import DeviceLayout, Traffic, Work, by_stage
 from decjax.costmodel.methods import GRADIENTS, PARAMETERS
 from decjax.costmodel.profile import Cluster
 from decjax.costmodel.simulator import StepCosts, horizon, simulate
@@ -323,7 +323,8 @@ def predict_layout(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: 
         traffic: what is sent between workers and between stages.
 
     Examples:
-        >>> from decjax.costmodel import Cluster, Link, Transformer, all_reduce, work
+        >>> from decjax.contrib.layouts import Transformer, work
+        >>> from decjax.costmodel import Cluster, Link, all_reduce
         >>> four = Cluster("four hosts", 4, 1, Link(0, 1e9), Link(0, 25e6))
         >>> layout = DeviceLayout(stages=4, microbatches=8)
         >>> model = Transformer(8, 64, 2, 256, 128, batch_size=16)
