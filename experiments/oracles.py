@@ -20,9 +20,9 @@ from configs import clicks
 from decjax import config, gossip, mesh, models, optim, reduce, registry, topology
 from decjax import train as training
 from decjax.channel import Channel
-from decjax.codecs import entropy
 from decjax.contrib import compress, mixers, placement
 from decjax.contrib.clicks import dlrm
+from decjax.contrib.codecs import entropy
 from decjax.contrib.compress import features
 from decjax.contrib.gravac import GravacState, gravac
 from decjax.contrib.subnetworks import IndependentSubnetworks
@@ -188,7 +188,7 @@ def accelerated(smoke: bool) -> float:
     return float(left[0] / left[1])
 
 
-@system("FCGS", "2410.08017", 0.02, "none: bytes behind an entropy coder are estimated, by decjax.codecs.entropy")
+@system("FCGS", "2410.08017", 0.02, "none: bytes behind an entropy coder are estimated, by decjax.contrib.codecs.entropy")
 def gaussian_rate(smoke: bool) -> float:
     """Deviation of the estimated bits from the entropy of matched Gaussians, relative."""
     x = np.random.default_rng(0).normal(0.3, 1.7, 50_000 if smoke else 500_000)

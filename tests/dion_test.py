@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from decjax import registry
-from decjax.reduce import dion
+from decjax.contrib.dion import Dion as dion
 from tests.reducers import MODES, STEPS, N, Runner, all_close, assert_equal_replicas, gradients, mean_of, x64
 
 MU, RANK = 0.9, 2

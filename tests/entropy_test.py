@@ -1,10 +1,10 @@
-"""decjax.codecs.entropy: the estimate equals the entropy of a matching Gaussian, and exceeds it otherwise."""
+"""decjax.contrib.codecs.entropy: the estimate equals the entropy of a matching Gaussian, and exceeds it otherwise."""
 
 import numpy as np
 import pytest
 
 from decjax import codecs
-from decjax.codecs import entropy
+from decjax.contrib.codecs import entropy
 
 
 @pytest.mark.parametrize("step", [0.05, 0.3, 1.0, 2.0])

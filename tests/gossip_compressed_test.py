@@ -330,7 +330,7 @@ def unbiased():
         (
             gossip.exact,
             "ring",
-            dict(codec=codecs.bounded()),
+            dict(codec="bounded"),
             r"messages all have one size, got codec 'bounded'; use 'bounded\(raw=False\)'",
         ),
         (gossip.dcd, "ring", dict(codec=top(0.1)), "keeps at least 0.9 of the energy of noise"),

@@ -38,7 +38,7 @@ def tree(tmp_path_factory):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     insert(folder / "decjax/config/spec.py", "    simulate: bool = False\n", "    pause_s: NonNegative = 0.0")
-    insert(folder / "decjax/codecs/transforms.py", "    chunk: Count = 64\n", "    overlap: Share = 1.0")
+    insert(folder / "decjax/contrib/demo/codec.py", "    chunk: Count = 64\n", "    overlap: Share = 1.0")
     return folder
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from decjax.program import overlap
+from decjax.contrib import overlap
 
 N = 4
 FORWARD, BACKWARD = (

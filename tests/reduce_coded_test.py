@@ -9,6 +9,7 @@ import pytest
 
 from decjax import codecs, reduce
 from decjax.channel import Channel
+from decjax.contrib.demo import Demo
 from decjax.contrib.gravac import gravac
 from decjax.program import hlo
 from tests.reducers import (
@@ -244,7 +245,7 @@ def test_a_memory_by_name_is_that_of_its_factory(name, factory):
             "storage='int8' changes nothing with error='none'; .* use error='residual' or",
         ),
         (lambda: reduce.coded(error="ef21", decay=0.9), "decay=0.9 changes nothing with error='ef21'; .* use error='residual'"),
-        (lambda: reduce.demo(momentum=0.5), "momentum=0.5 changes nothing with error='residual'; .* use error='momentum' or"),
+        (lambda: Demo(momentum=0.5), "momentum=0.5 changes nothing with error='residual'; .* use error='momentum' or"),
         (lambda: reduce.coded(codec="int8(block=8,block=16)"), "option block is given twice; leave one out"),
         (lambda: reduce.coded(codec=top(3), form="ring"), "form='ring' is unknown; use one of auto, gather, shards"),
         (

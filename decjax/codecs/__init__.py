@@ -8,7 +8,6 @@ import functools
 from decjax import options as option_types
 from decjax import registry
 from decjax.codecs import feedback
-from decjax.codecs.blocks import Bounded as bounded
 from decjax.codecs.blocks import Float8E4M3 as float8_e4m3
 from decjax.codecs.blocks import Float8E5M2 as float8_e5m2
 from decjax.codecs.blocks import Int2 as int2
@@ -29,6 +28,8 @@ from decjax.codecs.codec import (
     seen_shape,
     working_dtype,
 )
+from decjax.codecs.factors import LowRank as low_rank
+from decjax.codecs.factors import revived
 from decjax.codecs.scalar import BFloat16 as bfloat16
 from decjax.codecs.scalar import Float16 as float16
 from decjax.codecs.scalar import Identity as identity
@@ -38,15 +39,11 @@ from decjax.codecs.sparse import BlockTopk as block_topk
 from decjax.codecs.sparse import Randomk as randomk
 from decjax.codecs.sparse import Threshold as threshold
 from decjax.codecs.sparse import Topk as topk
-from decjax.codecs.transforms import Dct as dct
-from decjax.codecs.transforms import LowRank as low_rank
-from decjax.codecs.transforms import Zfp as zfp
-from decjax.codecs.transforms import revived
 
 __all__ = ["Codec", "Reshaped", "WrappedCodec", "feedback", "make", "names"]
 __all__ += ["identity", "bfloat16", "float16", "sign", "natural"]
-__all__ += ["int8", "int4", "int2", "integers", "qsgd", "ternary", "float8_e4m3", "float8_e5m2", "scaled_sign", "bounded"]
-__all__ += ["topk", "threshold", "block_topk", "randomk", "low_rank", "dct", "zfp"]
+__all__ += ["int8", "int4", "int2", "integers", "qsgd", "ternary", "float8_e4m3", "float8_e5m2", "scaled_sign"]
+__all__ += ["topk", "threshold", "block_topk", "randomk", "low_rank"]
 __all__ += ["finite", "matrix_shape", "message_bytes", "of_any_shape", "revived", "seen_shape", "working_dtype"]
 
 

@@ -3,5 +3,4 @@
 jaxpr       slices of a traced program, such as those before, between and after its messages
 order       one order of the collectives of a CPU program
 hlo         a compiled program's instructions, and the bytes that it sends
-overlap     what a compiled program computes while a message travels
 """

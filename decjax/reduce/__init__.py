@@ -6,8 +6,6 @@ random walk.
 
 from decjax.reduce.coded import CodedMean as coded
 from decjax.reduce.coded import CodedState
-from decjax.reduce.coded import Demo as demo
-from decjax.reduce.low_rank import Dion as dion
 from decjax.reduce.low_rank import OneSided as powersgd_one_sided
 from decjax.reduce.low_rank import OneSidedState, PowerSGDState
 from decjax.reduce.low_rank import PowerSGD as powersgd
@@ -15,5 +13,5 @@ from decjax.reduce.reducer import BEFORE, SILENT, Hook, Reducer, WrappedReducer,
 from decjax.reduce.reducer import Mean as mean
 
 __all__ = ["Reducer", "WrappedReducer", "Hook", "BEFORE", "SILENT", "due_phase"]
-__all__ += ["mean", "coded", "demo", "dion", "powersgd", "powersgd_one_sided"]
+__all__ += ["mean", "coded", "powersgd", "powersgd_one_sided"]
 __all__ += ["every", "first_stages", "start_at", "CodedState", "OneSidedState", "PowerSGDState"]

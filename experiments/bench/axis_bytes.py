@@ -24,7 +24,7 @@ import numpy as np
 from configs import lm
 from decjax import codecs, models, reduce, registry, train
 from decjax import config as parts
-from decjax.codecs import entropy
+from decjax.contrib.codecs import entropy
 from decjax.contrib.tensor_sums import CodedSums, product
 from decjax.typing import PyTree
 from experiments import script

@@ -28,7 +28,8 @@ from jax.experimental import topologies
 from configs import lm
 from decjax import config as parts
 from decjax import train
-from decjax.program import hlo, overlap
+from decjax.contrib import overlap
+from decjax.program import hlo
 from experiments import script
 from launch import command
 

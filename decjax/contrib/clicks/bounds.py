@@ -5,7 +5,7 @@
 The bounds e_t differ by table, and `factor` f makes them larger in the first steps, while the parameters still change much: the two
 levels of the paper.
 
-The codec is `codecs.bounded` with messages of one size. No such message holds every array within a bound, so the sender decodes its
+The codec is `contrib.codecs.bounded` with messages of one size. No such message holds every array within a bound, so the sender decodes its
 own messages first. If a value of any worker is off by more than its bound, all workers send this step's vectors uncompressed.
 
 Reference: Feng et al. 2024, arXiv 2407.04272. The paper's compressor also predicts values, finds repeated vectors and codes the
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax import codecs, mesh
+from decjax.contrib.codecs import bounded
 from decjax.program import hlo
 from decjax.reduce.messages import as_bytes, from_bytes
 from decjax.typing import PyTree
@@ -107,7 +108,7 @@ class BoundedLink:
 
     def codec(self, bound: float) -> codecs.Codec:
         """Return the codec of one worker's vectors of one table."""
-        return codecs.bounded(bound=bound, bits_per_value=self.bits, outliers=self.outliers, raw=False)
+        return bounded(bound=bound, bits_per_value=self.bits, outliers=self.outliers, raw=False)
 
     def num_bytes(self, num_workers: int, slots: int, size: int) -> float:
         """Return the bytes that each worker sends, for `slots` tables with `size` float32 values for each worker; see `send`."""
