@@ -50,12 +50,6 @@ DOUBLY_STOCHASTIC = Requirement(
     "use 'directed_exponential' or another one whose W has rows and columns that sum to one, or mixer 'push_sum' with method "
     "'decentralized'",
 )
-COLUMN_STOCHASTIC = Requirement(
-    "topology",
-    "a column-stochastic graph",
-    topology_lib.is_column_stochastic,
-    "use 'directed_exponential', 'random_digraph' or another one whose W has columns that sum to one",
-)
 STATIC = Requirement("topology", "a static graph", lambda topology: topology.is_static, "use 'ring' or 'hypercube'")
 SYMMETRIC = Requirement(
     "topology",

@@ -253,9 +253,3 @@ KNOWN_MESSAGES = _of_mixer("a mixer whose messages are known beforehand", lambda
 KNOWN_AVERAGES = Requirement(
     "reducer", "a reducer whose messages are known beforehand", lambda reducer: not reducer.usage, "use reducer 'codec' or 'mean'"
 )
-WARM = Requirement(
-    "reducer",
-    "a reducer that is exact in the first steps",
-    lambda reducer: len(reducer.phases) > 1 and reducer.phases[0] == reduce.BEFORE,
-    "give reducer.start of at least 1, or reduce.start_at(…)",
-)

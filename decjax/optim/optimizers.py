@@ -12,10 +12,10 @@ import optax
 import optax.contrib
 
 from decjax import registry
+from decjax.optim import matrices
 from decjax.optim.accumulated import accumulated_adamw
 from decjax.optim.inner import check_shapes, with_ranges
 from decjax.options import Decay, Fraction, NonNegative, Positive, Range, signature_of
-from decjax.reduce import matrices
 from decjax.typing import PyTree
 
 POLYNOMIALS = ("standard", "dion")  # Newton-Schulz coefficients that optax knows by name

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip
-from decjax.buckets import in_float32, of_floating
-from decjax.optim.decentralize import mix_with_step
+from decjax.buckets import in_float32, is_floating, of_floating, wide_dtype
+from decjax.optim.decentralize import Decentralized, DecentralizeState
 from decjax.optim.memories import communicating, increment, init_memory, transient
 from decjax.optim.method import KEEPS_MEAN, LEAVES_STEP, MIXES_AFTER, Mixing, Order, Ordered, check_update
 from decjax.options import Decay, NonNegative
@@ -41,6 +41,30 @@ class MixedMomentumState(NamedTuple):
     mixer: PyTree
     momentum: PyTree
     variance: PyTree = ()
+
+
+def mix_with_step(
+    mixer: gossip.Mixer, order: Order, step: PyTree, params: PyTree, state: PyTree, phase: int | None, received: PyTree = None
+) -> tuple[PyTree, PyTree]:
+    """Take a step of `decentralize` along u: (x⁺ − x, state of the mixer), x⁺ = W(x + u) in order "atc", Wx + u in "awc".
+
+    `state` has the fields `step` and `mixer`. For narrow parameters, such as bfloat16, x + u is rounded in messages only: x⁺ − x
+    includes the rounding error, which a momentum of x⁺ − x would accumulate.
+    """
+    form = Decentralized(optax.identity(), mixer, order=order)
+    before = DecentralizeState(state.step, optax.EmptyState(), state.mixer)
+    updates, after = form.update(step, before, params, phase=phase, received=received)
+    if order == "atc" and mixer.linear:
+        updates = jax.tree.map(_with_rest, updates, params, step)
+    return updates, after.mixer
+
+
+def _with_rest(update: jax.Array, x: jax.Array, u: jax.Array) -> jax.Array:
+    """Return an update plus the error of rounding x + u to the type of x."""
+    if not is_floating(x) or x.dtype == (dtype := wide_dtype(x)):
+        return update
+    stepped = x.astype(dtype) + u.astype(dtype)
+    return update + (stepped - stepped.astype(x.dtype).astype(dtype))
 
 
 class MixedMomentum(Mixing):

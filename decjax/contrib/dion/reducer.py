@@ -1,6 +1,7 @@
 """The reducer "dion"."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -8,11 +9,21 @@ import jax.numpy as jnp
 
 from decjax import buckets, codecs
 from decjax.codecs.codec import dot
+from decjax.optim import matrices
 from decjax.options import Decay
-from decjax.reduce import matrices
 from decjax.reduce.low_rank import Rank, first_factor
 from decjax.reduce.reducer import Mean, Reducer
 from decjax.typing import DType, PyTree, Shape
+
+
+def stacks(tree: PyTree, rest: str = matrices.REST) -> dict[int, tuple[int, int, int]]:
+    """Return (number of matrices, I, J) of each leaf that is a matrix or a stack of matrices I×J, by its position."""
+    shapes = {}
+    for position, (path, x) in enumerate(jax.tree.leaves_with_path(tree)):
+        if x.size and jnp.issubdtype(x.dtype, jnp.floating) and (axes := matrices.matrix_axes(path, x, rest)):
+            rows = math.prod(x.shape[axis] for axis in axes)
+            shapes[position] = x.size // (rows * x.shape[-1]), rows, x.shape[-1]
+    return shapes
 
 
 class DionState(NamedTuple):
@@ -61,10 +72,10 @@ class Dion(Reducer, name="dion"):
     def _plan(self, tree: PyTree) -> tuple[dict[int, tuple[int, int, int]], DType]:
         """Return (stacks of matrices by position, dtype of the arithmetic); ValueError if there is no matrix."""
         buckets.check(tree)
-        stacks, leaves = matrices.stacks(tree, self.rest), jax.tree.leaves(tree)
-        if not stacks:
+        found, leaves = stacks(tree, self.rest), jax.tree.leaves(tree)
+        if not found:
             raise ValueError(f"{self} updates matrices, and the parameters have none; use reducer 'mean'")
-        return stacks, jnp.result_type(jnp.float32, *(leaves[i].dtype for i in stacks))
+        return found, jnp.result_type(jnp.float32, *(leaves[i].dtype for i in found))
 
     @functools.cached_property
     def _mean(self) -> Mean:

@@ -4,7 +4,7 @@ import jax
 import optax
 
 from decjax import registry
-from decjax.reduce import matrices
+from decjax.optim import matrices
 
 
 @registry.register("optimizer", "dion", source="arXiv 2504.05295")

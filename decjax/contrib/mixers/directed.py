@@ -12,10 +12,18 @@ from decjax.codecs import Codec
 from decjax.gossip.choco import Estimates
 from decjax.gossip.coded import Compensated, CompressedState
 from decjax.gossip.mixer import Gossip, Mixer
-from decjax.gossip.requirements import COLUMN_STOCHASTIC, CONTRACTIVE, SINGLE_WORKERS
+from decjax.gossip.requirements import CONTRACTIVE, SINGLE_WORKERS
 from decjax.gossip.rounds import is_mean, member_pairs, num_messages, own_weight, pull
-from decjax.topology import Round
+from decjax.registry import Requirement
+from decjax.topology import Round, is_column_stochastic
 from decjax.typing import PyTree
+
+COLUMN_STOCHASTIC = Requirement(
+    "topology",
+    "a column-stochastic graph",
+    is_column_stochastic,
+    "use 'directed_exponential', 'random_digraph' or another one whose W has columns that sum to one",
+)
 
 
 class PushSumState(NamedTuple):

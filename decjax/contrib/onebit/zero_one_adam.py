@@ -10,12 +10,18 @@ import optax
 from decjax import reduce
 from decjax.buckets import in_float32, of_floating
 from decjax.optim.memories import communicating, increment, init_memory, transient
-from decjax.optim.method import KNOWN_AVERAGES, WARM, Reducing, check_update, known_phase
+from decjax.optim.method import KNOWN_AVERAGES, Reducing, check_update, known_phase
 from decjax.options import Count, Decay, NonNegative
 from decjax.registry import Requirement
 from decjax.typing import PyTree
 
 REFRESH, SYNC = 1, 2  # a phase is their sum minus one, so that a step with neither is `reduce.SILENT`
+WARM = Requirement(
+    "reducer",
+    "a reducer that is exact in the first steps",
+    lambda reducer: len(reducer.phases) > 1 and reducer.phases[0] == reduce.BEFORE,
+    "give reducer.start of at least 1, or reduce.start_at(…)",
+)
 
 
 @communicating
