@@ -72,10 +72,10 @@ class Dion(Reducer, name="dion"):
     def _plan(self, tree: PyTree) -> tuple[dict[int, tuple[int, int, int]], DType]:
         """Return (stacks of matrices by position, dtype of the arithmetic); ValueError if there is no matrix."""
         buckets.check(tree)
-        found, leaves = stacks(tree, self.rest), jax.tree.leaves(tree)
-        if not found:
+        shapes, leaves = stacks(tree, self.rest), jax.tree.leaves(tree)
+        if not shapes:
             raise ValueError(f"{self} updates matrices, and the parameters have none; use reducer 'mean'")
-        return found, jnp.result_type(jnp.float32, *(leaves[i].dtype for i in found))
+        return shapes, jnp.result_type(jnp.float32, *(leaves[i].dtype for i in shapes))
 
     @functools.cached_property
     def _mean(self) -> Mean:
