@@ -32,7 +32,7 @@ T = TypeVar("T")
 Described = dict[str, list]  # dtype and shape of each array by its name in a checkpoint, such as {"params.w": ["float32", 4, 300]}
 PROBE = ".probe"  # suffix of a folder with which write access is tested
 SAVE_TIMEOUT_S = 3600  # of writing a checkpoint
-VERSION = 3  # Version 2 lacks step and arrays; version 1 also lacks the version, and has weaker checksums.
+VERSION = 3  # of the format; other versions are refused
 
 
 def steps_saved(workdir: pathlib.Path) -> list[int]:
@@ -290,7 +290,7 @@ class Checkpoints:
         extra = self._readable(step, functools.partial(self._extra, step))
         errors.refuse(self._problems(step, extra, like, partial))
         state = self._readable(step, functools.partial(self._state, step, like, partial))
-        sums, saved_sums = np.asarray(checksums(state, extra["version"])).tolist(), extra["checksums"]
+        sums, saved_sums = np.asarray(checksums(state)).tolist(), extra["checksums"]
         if not set(sums) <= set(saved_sums) if partial else sums != saved_sums:
             raise self._damaged(step, "its checksums do not match its arrays")
         if not finite(state):
@@ -314,10 +314,10 @@ class Checkpoints:
         """Read the metadata of a saved step."""
         with _without_logged_errors():
             args = ocp.args.Composite(extra=ocp.args.JsonRestore())
-            extra = {"version": 1} | self._reader.restore(self._directory / str(step), args=args)["extra"]
-        if missing := {"counters", "checksums"} - set(extra):
+            extra = self._reader.restore(self._directory / str(step), args=args)["extra"]
+        if missing := {"version", "counters", "checksums"} - set(extra):
             raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
-        if extra["version"] > 1 and extra.get("counters_checksum") != extra_checksum(extra):
+        if extra.get("counters_checksum") != extra_checksum(extra):
             raise ValueError("its checksum does not match its counters")
         return extra
 
@@ -333,12 +333,13 @@ class Checkpoints:
 
     def _problems(self, step: int, extra: dict[str, Any], like: PyTree, partial: bool) -> Iterator[str]:
         """Yield why an undamaged checkpoint cannot be restored: it was renamed, or has other arrays."""
-        if not 1 <= extra["version"] <= VERSION:
-            yield self._unusable(step, f"its format is version {extra['version']}, and this decjax reads versions up to {VERSION}")
-        if (saved := extra.get("step", step)) != step:
+        if (version := extra["version"]) != VERSION:
+            yield self._unusable(step, f"its format is version {version}, and this decjax reads version {VERSION}")
+            return
+        if (saved := extra["step"]) != step:
             yield f"{self._called(step)} was saved as step {saved}; rename it to {saved}, or move it away"
         here = arrays_of(like)
-        there = {name: array for name, array in extra.get("arrays", here).items() if not partial or name in here}
+        there = {name: array for name, array in extra["arrays"].items() if not partial or name in here}
         if differing := difference(there, here):
             yield f"{self._called(step)} holds other arrays: {differing}; {fix(there, here)}"
 
@@ -415,28 +416,28 @@ def _mixed(word: jax.Array) -> jax.Array:
     return word ^ (word >> 16)
 
 
-@functools.partial(jax.jit, static_argnames="version")
-def checksums(state: PyTree, version: int = VERSION) -> jax.Array:
+@jax.jit
+def checksums(state: PyTree) -> jax.Array:
     """Return a checksum of each array in `state`, uint32 [arrays]: Σ_i mixed(word_i ⊕ mixed(i)) mod 2³².
 
     Orbax's files have no checksums. A sum does not depend on the order, so each device sums its own shards; words are mixed first, so that
-    several changes do not cancel. Checkpoints of version 1 have Σ_i (2i + 1) · word_i, in which two flipped signs cancel.
+    several changes do not cancel.
     """
 
     def one(x):
         x = x.astype(jnp.uint8) if x.dtype == bool else x
         words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32))
         words, index = words.astype(jnp.uint32), jax.lax.iota(jnp.uint32, words.size).reshape(words.shape)
-        return jnp.sum(words * (2 * index + 1) if version == 1 else _mixed(words ^ _mixed(index)), dtype=jnp.uint32)
+        return jnp.sum(_mixed(words ^ _mixed(index)), dtype=jnp.uint32)
 
     return jnp.stack([one(x) for x in jax.tree.leaves(state)])
 
 
 def extra_checksum(extra: dict[str, Any]) -> int:
-    """Return the checksum of a checkpoint's metadata; in version 2 of the counters only."""
+    """Return the checksum of a checkpoint's metadata."""
     checksum_names = ("checksums", "counters_checksum")
     covered = {name: value for name, value in extra.items() if name not in checksum_names}
-    return zlib.crc32(json.dumps(extra["counters"] if extra["version"] == 2 else covered, sort_keys=True).encode())
+    return zlib.crc32(json.dumps(covered, sort_keys=True).encode())
 
 
 def arrays_of(state: PyTree) -> Described:
