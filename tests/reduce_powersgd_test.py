@@ -140,3 +140,9 @@ def test_impossible_powersgd_is_refused(options, message):
     like = jax.tree.map(lambda x: x[0], gradients(0))
     with pytest.raises(ValueError, match=message):
         reduce.powersgd(**options).init(like)
+
+
+def test_powersgd_refuses_numbers_that_cannot_be_averaged():
+    like = {"wide": jnp.zeros((8, 8), jnp.float8_e4m3fn)}
+    with pytest.raises(ValueError, match="wide of type float8_e4m3fn cannot be averaged over workers.*use bfloat16"):
+        reduce.powersgd(rank=1).init(like)

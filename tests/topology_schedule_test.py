@@ -124,3 +124,9 @@ def test_bad_matrices_are_refused(matrices, problem):
 def test_malformed_rounds_are_refused(build):
     with pytest.raises(ValueError):
         build()
+
+
+def test_the_first_bad_weight_is_named():
+    W_NxN = [[0.5, 0.5, 0.0], [0.0, 1.0, 0.0], [0.7, -0.2, 0.5]]
+    with pytest.raises(ValueError, match=r"matrix 0 has entry \[2, 1\] = -0.2; weights must be finite and at least 0"):
+        tp.from_matrices([W_NxN])
