@@ -11,10 +11,10 @@ Four workers, one per emulated host. Time to target is the product of two measur
    row's other options, then rates √2 below and above the best. The best setting is trained with each seed. A row that does not reach
    the target is trained for 1.5 and then 2 times as many steps.
 2. *Seconds per step*, from real processes on the emulated cluster, measured by `experiments.race_steps` at several bandwidths and
-   saved in `--step_times`.
+   added to TASK_steps.json.
 
-The targets are losses of the first row, fp32 all-reduce: its final loss and its loss after half of the steps. Without `--step_times`
-the command trains, and prints losses only.
+The targets are losses of the first row, fp32 all-reduce: its final loss and its loss after half of the steps. This command measures
+loss against steps.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from absl import flags
 from experiments import script, seeds, sweep, trials
 from experiments.methods import HOSTS
 from experiments.results_log import ResultsLog
-from launch import command, config_file
+from launch import command
 
 FLAGS = flags.FLAGS
 
@@ -138,11 +138,6 @@ TASKS = {
         score="eval_bleu",
     ),
 }
-
-
-def sizes(task: Task) -> dict[str, int]:
-    """Return the sizes of a task's model."""
-    return {name: size for name, size in config_file.get_config(task.config).model.items() if type(size) is int}
 
 
 class Setting(NamedTuple):

@@ -1,11 +1,11 @@
 """Seconds per step of the race's rows on the emulated cluster, at several bandwidths, in one interleaved run.
 
-    python -m experiments.race_steps --task=lm --out=experiments/results/race/lm_steps.json --peers=.venv-peers/bin/python
+    python -m experiments.race_steps --task=lm --out=experiments/results/race --peers=.venv-peers/bin/python
 
 Four emulated hosts (launch.cluster: root and iproute2), one process a host. At each rate the rows take turns; a visit is a few steps in
 whole periods of the row's schedule. With `--jitter` the lead rows are also measured at the task's own rate with a pause before each
 gradient: as long as a step without communication, and an exponential variable whose mean is 0.3 of it, drawn for each worker and
-step. Rates that the file has already are not measured again.
+step. The results are added to TASK_steps.json in `--out`; rates that it has already are not measured again.
 
 0/1 Adam is left out: it sends ever more rarely, so that a few of its steps are not typical.
 """
@@ -18,7 +18,7 @@ from absl import flags
 
 from decjax import files
 from experiments import race, script
-from experiments.bench.cluster.systems import BUCKET, ERRORS, WHOLE, Row, Runner, decjax, interleaved, torch, use_one_thread
+from experiments.bench.cluster.systems import BUCKET, ERRORS, WHOLE, Row, Runner, decjax, interleaved, sizes, torch, use_one_thread
 from experiments.methods import ALONE, HOSTS, SHORTHANDS
 from launch import cluster
 
@@ -45,7 +45,7 @@ def rows(task: race.Task, pauses: bool = False) -> list[Row]:
 
 def peers(task: race.Task) -> list[Row]:
     """Return the rows of PyTorch, for the language model."""
-    own: dict[str, Any] = {"model": race.sizes(task), "batch_size": task.batch_size // HOSTS}
+    own: dict[str, Any] = {"model": sizes(task.config), "batch_size": task.batch_size // HOSTS}
     return [
         torch(TORCH_ALONE, "alone", **own),
         torch("PyTorch DDP fp32", "ddp", **own),
@@ -68,7 +68,9 @@ def measure(runner: Runner, chosen: list[Row], rounds: int) -> dict[str, dict[st
 def main() -> None:
     use_one_thread()
     task = race.TASKS[FLAGS.task]
-    saved: dict[str, Any] = files.read_json(FLAGS.out) if files.exists(FLAGS.out) else {}
+    path = script.folder() / f"{FLAGS.task}_steps.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    saved: dict[str, Any] = files.read_json(path) if path.exists() else {}
     with cluster.network(hosts=HOSTS, rate=cluster.UNLIMITED) as network, Runner(network, FLAGS.peers) as runner:
         chosen = rows(task) + (peers(task) if FLAGS.peers and FLAGS.task == "lm" else [])
         runner.prepare_all(chosen)
@@ -77,14 +79,14 @@ def main() -> None:
                 continue
             network.set_rate(rate)
             saved[rate] = measure(runner, chosen, FLAGS.rounds)
-            script.save(FLAGS.out, **saved)
+            script.save(str(path), **saved)
             print(f"{rate}: measured", flush=True)
         if FLAGS.jitter and "jitter" not in saved:
             pausing = rows(task, pauses=True)
             runner.prepare_all(pausing)
             network.set_rate(task.rate)
             saved["jitter"] = jittered(runner, pausing, statistics.median(saved[task.rate][ALONE]["step_s"]), FLAGS.rounds)
-            script.save(FLAGS.out, **saved)
+            script.save(str(path), **saved)
     script.show(*(tabulate(rate, measured) for rate, measured in saved.items()), *runner.refusals)
 
 
@@ -111,8 +113,7 @@ def tabulate(rate: str, measured: dict[str, dict[str, Any]]) -> script.Table:
 
 
 if __name__ == "__main__":
-    script.define("peers")
-    flags.DEFINE_string("out", None, "File of JSON to which the results of each rate are added.", required=True)
+    script.define("out", "peers")
     flags.DEFINE_enum("task", "lm", list(race.TASKS), "Task whose steps are timed.")
     flags.DEFINE(cluster.Rates(), "rates", None, "Rates of every link, both ways; none: the task's own and those of the sweep.")
     flags.DEFINE_integer("rounds", 5, "Visits of each row at each rate.", lower_bound=1)

@@ -11,7 +11,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from experiments.bench.cluster.group import Failed, Group
-from launch import cluster, command
+from launch import cluster, command, config_file
 
 LEAST_STEPS = 5  # without communication, so that all workers compute at the same time for most of a visit
 MODEL = dict(vocabulary=1536, context=128, width=320, hidden=1280, heads=5, depth=4)
@@ -23,6 +23,11 @@ BUCKET, WHOLE = 2**18, 2**30  # bytes of a bucket: the default of configs/lm.py,
 def use_one_thread() -> None:
     """Compute matrix products on one thread in processes that this one starts, as PyTorch's workers do, since hosts share cores."""
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+
+
+def sizes(file: str) -> dict[str, int]:
+    """Return the sizes of the model of a config file."""
+    return {name: size for name, size in config_file.get_config(file).model.items() if type(size) is int}
 
 
 class Row(NamedTuple):
