@@ -136,7 +136,7 @@ def _choose(
         if needed not in chooses and kind in given:
             others = "|".join(name for name in registry.names("method") if needed in (_trait("method", name, "chooses") or ()))
             raise ValueError(
-                f"config argument {kind}={given[kind]} changes nothing with method={method}; leave it out, or use method={others}"
+                f"shorthand {kind}={given[kind]} has no effect with method={method}; leave it out, or use method={others}"
             )
     order = None
     if "mixer" in chooses:
@@ -179,7 +179,7 @@ def _placed(config: ml_collections.ConfigDict, given: Mapping[str, Any], key: st
     if not section:
         return False
     if (text := given.get(section)) and section in shorthand.KINDS and field in registry.parse(section, text)[1]:
-        raise ValueError(f"config argument {key}={given[key]}: {section}={text} has it, too; leave one out")
+        raise ValueError(f"shorthand {key}={given[key]}: {section}={text} has it, too; leave one out")
     kind, name = ("task", config.task) if section == "data" else (section, getattr(config, section).name)
     option = registry.part(kind, name).options.get(field)
     is_text = option and isinstance(given[key], str)
@@ -194,11 +194,11 @@ def _refuse(config: ml_collections.ConfigDict, key: str, value: object, field: s
         name for name, kind in kinds.items() if any(field in registry.part(kind, part).options for part in registry.names(kind))
     ]
     if not having and field == key:
-        raise ValueError(f"config argument {key!r} is unknown; use some of {', '.join(shorthand.keys({}))}, or an option of a part")
+        raise ValueError(f"shorthand key {key!r} is unknown; use some of {', '.join(shorthand.keys({}))}, or an option of a part")
     chosen = [name for name in ("method", *having) if name in config]
     parts_of = {name: config.task if name == "data" else getattr(config, name).name for name in chosen}
     raise ValueError(
-        f"config argument {key}={value or True} changes nothing with "
+        f"shorthand {key}={value or True} has no effect with "
         f"{' and '.join(f'{kinds[name]} {part!r}' for name, part in parts_of.items())}; leave it out, or choose a part that has {field}: "
         "python -m launch.parts lists them"
     )

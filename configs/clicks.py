@@ -40,7 +40,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     smoke = given.get("smoke", False)
     bounds = {option: given[key] for key, option in BOUNDS.items() if key in given}
     if bounds and not given.get("divided", True):
-        raise ValueError(f"config argument divided=false with bounds {bounds}, which need divided tables; leave one of them out")
+        raise ValueError(f"shorthand divided=false with bounds {bounds}, which need divided tables; leave one of them out")
     for option in {"forward", "backward"} & bounds.keys():
         bounds[option] = bounds[option].strip("()") or " "
     config = base.get_config(

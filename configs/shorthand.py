@@ -28,16 +28,16 @@ def parse(arg: str, own: Mapping[str, Option] | None = None) -> dict[str, Any]:
     for part in filter(None, (part.strip() for part in registry.split(arg or ""))):
         key, equals, value = part.partition("=")
         if key in given:
-            raise ValueError(f"config argument {key!r} is given twice; leave one out")
+            raise ValueError(f"shorthand key {key!r} is given twice; leave one out")
         if equals and not value:
-            raise ValueError(f"config argument {key!r} needs a value, as {key}=…")
+            raise ValueError(f"shorthand key {key!r} needs a value, as {key}=…")
         given[key] = from_text(key, value, known[key]) if key in known else value
     return given
 
 
 def from_text(key: str, text: str, option: Option) -> Any:
     """Return the value of an option that a text stands for; an empty one stands for true."""
-    what = f"config argument {key}"
+    what = f"shorthand {key}"
     if option.kind is bool:
         return registry.checked(what, {"": True, "true": True, "false": False}.get(text, text), option)
     if not text:

@@ -65,11 +65,12 @@ Decay = Annotated[float, Range(0, 1, below=True)]
 EXAMPLES = {  # class -> code that creates an instance
     "Axis": "workers.axis",
     "Channel": "decjax.Channel(workers.axis)",
-    "Codec": "'int8'",
+    "Codec": "decjax.codecs.make('int8')",
     "GradientTransformation": "optax.adamw(1e-3)",
     "GradientTransformationExtraArgs": "optax.adamw(1e-3)",
     "Mixer": "decjax.gossip.exact(topology)",
     "Reducer": "decjax.reduce.mean()",
+    "RunSpec": "decjax.config.resolve(config)",
     "Topology": "decjax.topology.make('ring', 8)",
     "Workers": "decjax.make_workers(8)",
 }

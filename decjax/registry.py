@@ -393,7 +393,7 @@ def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     chosen = part(kind, name)
     known = chosen.options
     if unknown := [option for option in given if option not in known]:
-        fix = f"use {', '.join(known)}" if known else "it has none, leave it out"
+        fix = f"use {', '.join(known)}" if known else "leave it out, it has no options"
         raise ValueError(f"{kind} {shown(name)} has no option {unknown[0]!r}; {fix}")
     missing = [name for name, option in known.items() if option.is_required and name not in given]
     if missing:
@@ -514,12 +514,12 @@ def checked(what: str, value: Any, option: Option) -> Any:
     check_choice(what, value, option.choices)
     if kind is tuple and isinstance(value, list):  # As in a JSON file.
         return tuple(value)
-    example = "" if option.default in (None, "", inspect.Parameter.empty) else f", such as {option.default!r}"
+    default = "" if option.default in (None, "", inspect.Parameter.empty) else f"; the default is {option.default!r}"
     if kind is float and (value in ("nan", "inf") or (isinstance(value, float) and not math.isfinite(value))):
-        raise ValueError(f"{what}={value} must be finite{example}")
+        raise ValueError(f"{what}={value} must be finite{default}")
     if not _is_of(kind, value):
         meant = {bool: "True or False", int: "a whole number", float: "a number", str: "a word", tuple: "a tuple, as (2,4)"}[kind]
-        raise ValueError(f"{what}={shown(value)} must be {meant}{example}")
+        raise ValueError(f"{what}={shown(value)} must be {meant}{default}")
     if kind in (int, float):
         check_range(what, value, option.range or (Range(-LARGEST, LARGEST) if kind is int else None))
     return float(value) if kind is float else value

@@ -156,7 +156,7 @@ class Schedule:
         return tuple(int(most) for most in np.cumsum(signs_TxS, axis=0).max(axis=0))
 
 
-@checked
+@functools.partial(checked, called="schedules.make")
 def make(name: Name, num_stages: Count, num_microbatches: Count, num_chunks: Count = 1) -> Schedule:
     """Return a schedule by its name.
 

@@ -104,7 +104,7 @@ def main() -> None:
     if not FLAGS.text and (needy := [part for part in parts if part in studies.MULTI30K]):
         command.fail(f"{needy[0]} needs --text; give the path of a file with Multi30k's English sentences")
     if FLAGS.text and not set(parts) & set(studies.MULTI30K):
-        command.fail(f"--text={FLAGS.text} changes nothing without a part of Multi30k; leave it out, or add --only=multi30k_ring")
+        command.fail(f"--text={FLAGS.text} has no effect without a part of Multi30k; leave it out, or add --only=multi30k_ring")
     if FLAGS.text and not pathlib.Path(FLAGS.text).is_file():
         command.fail(f"--text={FLAGS.text} is no file; give the path of a file with Multi30k's English sentences")
     script.check_tables(*(name for kind, name in KINDS if set(parts) & set(kind)))

@@ -38,7 +38,7 @@ def check() -> None:
         readers = [part for part, study in PAPER.items() if study.data == flag]
         if FLAGS[flag].value and FLAGS.only and not set(readers) & set(FLAGS.only):
             command.fail(
-                f"--{flag}={FLAGS[flag].value} changes nothing with --only={','.join(FLAGS.only)}; leave it out, or add {readers[0]}"
+                f"--{flag}={FLAGS[flag].value} has no effect with --only={','.join(FLAGS.only)}; leave it out, or add {readers[0]}"
             )
 
 

@@ -207,7 +207,7 @@ def main() -> None:
             command.fail("--gpus needs --cluster, and --json both: --cluster=a40 --gpus=32 --json")
         if FLAGS.out or FLAGS.leave_one_out:
             which = f"--out={FLAGS.out}" if FLAGS.out else "--leave_one_out"
-            command.fail(f"{which} changes nothing with --gpus={FLAGS.gpus}; leave out one of them")
+            command.fail(f"{which} has no effect with --gpus={FLAGS.gpus}; leave out one of them")
         predicted = dict(zip(METHODS, predict_at(FLAGS.cluster, FLAGS.gpus).round(2).tolist(), strict=True))
         lines = (f"{METHODS[key]}: {ms:.1f} ms" for key, ms in predicted.items())
         print(json.dumps(predicted) if FLAGS.json else "\n".join(lines))

@@ -292,7 +292,7 @@ def check() -> None:
     """Refuse mistakes before an hour of tuning, and sizes that would change nothing."""
     for name in SIZES if FLAGS.smoke else ():
         if (size := FLAGS[name].value) is not None:
-            command.fail(f"--{name}={size} changes nothing with --smoke, which has sizes of its own; leave out one of them")
+            command.fail(f"--{name}={size} has no effect with --smoke, which has sizes of its own; leave out one of them")
     if FLAGS.multi30k == "":
         command.fail("--multi30k is empty; give the folder of Multi30k's parallel files, or leave it out")
     script.check_tables(_job().name)

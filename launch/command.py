@@ -287,7 +287,8 @@ def parsed(argv: list[str], values: flags.FlagValues) -> list[str]:
     except UserError:
         raise
     except Exception as error:  # A config file may raise anything.
-        hint = "; --help lists the flags" if isinstance(error, flags.UnrecognizedFlagError) else ""
+        launches = ", and options of the run go after --" if "module" in values else ""
+        hint = f"; --help lists the flags{launches}" if isinstance(error, flags.UnrecognizedFlagError) else ""
         refuse(one_line(error) + hint)
 
 
@@ -336,9 +337,10 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
 def _shorten_help() -> None:
     """Print the default of a flag on its line in --help, and no type."""
     for flag in {id(flag): flag for name in flags.FLAGS for flag in [flags.FLAGS[name]]}.values():
+        flag.help = (flag.help or "").partition(";\n    repeat this option")[0]  # Texts of such flags say so.
         if flag.default_as_str not in (None, "''", "'false'", "'None'", "'[]'"):
-            default = flag.default_as_str.strip("'")
-            flag.help = f"{(flag.help or '').removesuffix('.')}; default: {default}."
+            default = ",".join(map(str, flag.default)) if isinstance(flag.default, list) else flag.default_as_str.strip("'")
+            flag.help = f"{flag.help.removesuffix('.')}; default: {default}."
         flag.default_as_str, flag.parser = None, copy.copy(flag.parser)
         flag.parser.syntactic_help = ""
 

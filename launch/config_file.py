@@ -46,9 +46,8 @@ def load_module(path: str) -> types.ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # A config file may raise anything.
-        raise ConfigFileError(
-            f"config file {path!r} cannot be loaded ({' '.join(str(error).split())}); give a Python file with get_config"
-        ) from error
+        reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
+        raise ConfigFileError(f"config file {path!r} cannot be loaded ({reason}); give a Python file with get_config") from error
     return module
 
 
@@ -101,7 +100,7 @@ def overridden(text: str, argv: Sequence[str]) -> str:
     keys = {key: value for key, _, value in pairs}
     for path, _ in fields(argv):
         if (key := DETERMINED.get(path)) in keys:
-            return f"{key}={keys[key]} changes nothing with --config.{path}; leave one of them out"
+            return f"{key}={keys[key]} has no effect with --config.{path}; leave one of them out"
     return ""
 
 
@@ -125,8 +124,8 @@ def _misplaced(config: dict, path: str, value: str) -> str:
             return f"config.{path} is unknown{_instead(config, names, depth)}"
         node = node[name]
     if isinstance(node, dict) and not value.lstrip().startswith("{"):
-        other = f"; choose another behind the config file's name and a colon, as {path}=NAME" if path in SHORTHAND else ""
-        return f"--config.{path}={value!r} must be a section; set its fields, {', '.join(node)}, one by one{other}"
+        other = f", or choose another {path} in the shorthand: --config=FILE.py:{path}=NAME" if path in SHORTHAND else ""
+        return f"--config.{path}={value!r}: {path} is a section with the fields {', '.join(node)}; set one of them{other}"
     return ""
 
 
@@ -140,13 +139,13 @@ def _through_a_value(path: str, held: object, option: str, value: str) -> str:
 
     takers = _takers(kind, option)
     if not takers:
-        return f"{what} a word with its options in brackets, and no {kind} has {option}; python -m launch.parts {kind} lists them"
+        return f"{what} a name with options in parentheses, and no {kind} has {option}; python -m launch.parts {kind} lists them"
     name, options = takers[0], {}
     with contextlib.suppress(ValueError):  # An invalid value of the file is refused later.
         chosen, given = registry.parse(kind, held or "")
         name, options = (chosen, given) if chosen in takers else (name, {})
     call = ",".join(f"{key}={text}" for key, text in {**options, option: value or "VALUE"}.items())
-    return f"{what} a word with its options in brackets; write --config.{path}='{name}({call})'"
+    return f"{what} a name with options in parentheses; write --config.{path}='{name}({call})'"
 
 
 def _takers(kind: str, option: str) -> list[str]:

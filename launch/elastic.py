@@ -39,6 +39,8 @@ PROBE_S = 5.0  # interval and time limit of checks that the coordinator is reach
 SPARE_NICENESS = 19  # of spare processes relative to others, until they take part
 MAX_ERRORS, WITHIN_S = 3, 3600.0  # errors of a slot's processes within this time that end the run
 
+flags.disclaim_key_flags()  # --help shows the flags with those of the module that calls `define_flags`.
+
 
 def define_flags() -> None:
     """Define the flags of launchers of elastic runs."""

@@ -41,6 +41,8 @@ _BY_JAX = re.compile("coordination service|distributed service|heartbeat", re.IG
 _SHOW_CURSOR = "\x1b[?25h"
 _PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
+flags.disclaim_key_flags()  # --help shows the flag with those of the module that calls `define_count`.
+
 
 class Child(NamedTuple):
     """A process of a group, and the file with its output."""

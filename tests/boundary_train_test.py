@@ -197,5 +197,5 @@ def test_impossible_boundaries_are_refused_with_the_reason(launch, argument, fie
 
 @pytest.mark.parametrize("key", ["forward", "backward"])
 def test_keys_without_a_pipeline_are_refused(key):
-    with pytest.raises(ConfigError, match=f"boundary.{key}='int8' changes nothing with pipeline.stages=1; leave it out"):
+    with pytest.raises(ConfigError, match=f"boundary.{key}='int8' has no effect with pipeline.stages=1; leave it out"):
         spec_of(lm.get_config(f"{key}=int8"))

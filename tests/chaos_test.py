@@ -47,7 +47,7 @@ def test_a_storm_has_so_many_faults_an_hour_and_is_the_same_again(kinds, found):
         ("storm(per_hour=0)", 0, "option per_hour=0 must be at least 1e-06"),
         ("storm(per_day=5)", 0, "must be like 'storm(per_hour=125"),
         ("storm(kinds=cut)", 0, "cut needs an emulated cluster"),
-        ("storm(per_hour=many)", 0, "--chaos: option per_hour='many' must be a number, such as 125.0"),
+        ("storm(per_hour=many)", 0, "--chaos: option per_hour='many' must be a number; the default is 125.0"),
         ("storm(seed=abc)", 0, "--chaos: option seed='abc' must be a whole number"),
         ("storm(seed=0.5)", 0, "--chaos: option seed=0.5 must be a whole number"),
         ("storm(seed=0,seed=1)", 0, "option seed is given twice"),

@@ -81,10 +81,18 @@ def test_help_answers_in_one_line_and_has_an_example_that_works(module):
         check(started[0], passed)
 
 
-@pytest.mark.parametrize("module", ["launch.train", "launch.calibrate"])
-def test_help_shows_where_the_other_processes_are(module):
+@pytest.mark.parametrize(
+    "module, names",
+    [
+        ("launch.train", ("coordinator", "num_processes", "process_index")),
+        ("launch.calibrate", ("coordinator", "num_processes", "process_index")),
+        ("launch.local", ("num_processes", "[no]elastic", "chaos", "module")),
+        ("launch.sweep", ("parallel", "num_processes", "sweep")),
+    ],
+)
+def test_help_shows_the_flags_that_another_module_defines(module, names):
     shown = commands.run(module, "--help").stdout
-    assert [flag for flag in ("--coordinator", "--num_processes", "--process_index") if f"  {flag}: " not in shown] == []
+    assert [name for name in names if f"  --{name}: " not in shown] == []
 
 
 def test_all_commands_are_seen():

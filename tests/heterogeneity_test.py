@@ -48,7 +48,7 @@ def test_the_whole_way_with_tiny_models(tmp_path):
         (("--only=multi30k_ring",), "multi30k_ring needs --text; give the path"),
         (("--only=multi30k_ring", "--text=nowhere"), "--text=nowhere is no file; give the path"),
         (("--only=dirichlet_1", "--pages=docs"), "--only=dirichlet_1 would write a part of the rows into --pages=docs;"),
-        (("--text=README.md",), "--text=README.md changes nothing without a part of Multi30k; leave it out"),
+        (("--text=README.md",), "--text=README.md has no effect without a part of Multi30k; leave it out"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path):

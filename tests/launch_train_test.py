@@ -158,7 +158,7 @@ def test_a_config_that_cannot_be_loaded_is_told(path, reason):
         (
             "",
             "topology.k=3",
-            "--config.topology.k: topology is a word with its options in brackets; write --config.topology='base_k(k=3)'",
+            "--config.topology.k: topology is a name with options in parentheses; write --config.topology='base_k(k=3)'",
         ),
         ("topology=base_k(k=2)", "topology.k=3", "write --config.topology='base_k(k=3)'"),
         ("topology=random_matching(seed=1,rounds=4)", "topology.rounds=8", "'random_matching(seed=1,rounds=8)'"),
@@ -176,7 +176,7 @@ def test_a_config_that_cannot_be_loaded_is_told(path, reason):
             "data.sample_bytes=3",
             "task 'images' has augment, dataset, partition, path, smoothing, validation; sample_bytes belongs to lm",
         ),
-        ("", "mixer=choco", "must be a section; set its fields, codec, name, rounds"),
+        ("", "mixer=choco", "mixer is a section with the fields codec, name, rounds; set one of them, or choose"),
     ],
 )
 def test_a_field_that_the_config_lacks_is_told_with_where_it_belongs(shorthand, field, told):

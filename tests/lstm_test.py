@@ -129,7 +129,7 @@ def test_impossible_models_are_refused(bad, message):
         ("stages=2", "stages"),
         ("tensor=2,workers=2", "tensor=2: task 'lm' with model 'lstm' has no parameters to divide; use tensor=1"),
         ("method=ist", "units"),
-        ("tied", "tied=True changes nothing with .*model 'lstm'"),
+        ("tied", "tied=True has no effect with .*model 'lstm'"),
     ],
 )
 def test_what_needs_a_divided_model_is_refused(argument, message):

@@ -263,7 +263,7 @@ def test_a_run_learns_and_continues_bit_for_bit(tmp_path):
     "options, message",
     [
         (dict(graph="cora"), "graph='cora' is unknown; use one of blocks, karate"),
-        (dict(graph="karate(noise=1.0)"), "graph 'karate.noise=1.0.' has no option 'noise'; it has none, leave it out"),
+        (dict(graph="karate(noise=1.0)"), "graph 'karate.noise=1.0.' has no option 'noise'; leave it out, it has no options"),
         (dict(graph="blocks(size=5)"), "has no option 'size'; use communities, nodes"),
         (dict(graph="blocks(nodes=0)"), "nodes=0 must be at least 1"),
         (dict(graph="blocks(communities=1)"), "communities=1 must be at least 2"),
@@ -273,7 +273,7 @@ def test_a_run_learns_and_continues_bit_for_bit(tmp_path):
         (dict(graph="blocks(nodes=ten)"), "nodes='ten' must be a whole number"),
         (dict(graph="blocks(nodes="), "must read like"),
         (dict(partition="metis"), "partition='metis' is unknown; use one of random, min_cut, super"),
-        (dict(partition="random(seed=1)"), "has no option 'seed'; it has none, leave it out"),
+        (dict(partition="random(seed=1)"), "has no option 'seed'; leave it out, it has no options"),
         (dict(partition="super(clusters=a)"), "clusters='a' must be a whole number"),
         (dict(targets=-1), "targets=-1 must be at least 0"),
         (dict(validation=1.0), "validation=1.0 must be more than 0 and less than 1"),
@@ -303,7 +303,7 @@ def test_more_parts_than_there_can_be_are_refused(partition, workers, message):
 
 def test_targets_that_are_all_nodes_are_refused():
     """Nothing would be sampled: a worker has 24 ÷ 4 nodes, some of them held out."""
-    with pytest.raises(ValueError, match="targets=24 changes nothing: a worker has at most . nodes to train on") as error:
+    with pytest.raises(ValueError, match="targets=24 has no effect: a worker has at most . nodes to train on") as error:
         task(targets=24).load(N, 1, SEED)
     assert "\n" not in str(error.value)
 
@@ -317,7 +317,7 @@ def test_targets_that_are_all_nodes_are_refused():
         ("6,0", "an entry of pace '6,0'=0 must be at least 1 and at most 6"),
         ("1,2,3,4,5", "the number of entries of pace '1,2,3,4,5'=5 must be at least 1 and at most 4"),
         ("slow", "pace='slow' is unknown; use one of even, spread; or numbers"),
-        ("even(seed=1)", "has no option 'seed'; it has none, leave it out"),
+        ("even(seed=1)", "has no option 'seed'; leave it out, it has no options"),
         ("spread(fastest=2)", "has no option 'fastest'; use slowest, seed"),
         ("spread(slowest=0.0)", "slowest=0.0 must be more than 0 and at most 1"),
         ("spread(slowest=half)", "slowest='half' must be a number"),

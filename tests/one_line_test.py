@@ -56,5 +56,5 @@ def test_they_are_listed(tree):
 
 def test_they_are_checked_and_set_by_the_shorthand(tree):
     refused = python(tree, "-c", USE).splitlines()
-    assert refused[0] == "config argument pause_s=-1 must be at least 0"
+    assert refused[0] == "shorthand pause_s=-1 must be at least 0"
     assert "overlap=2 must be more than 0 and at most 1" in refused[1]

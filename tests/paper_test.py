@@ -467,7 +467,7 @@ def test_tables_are_written_into_pages(tmp_path, monkeypatch, old):
         ),
         (
             ("--only=digits,python", "--cifar10=/nowhere"),
-            "--cifar10=/nowhere changes nothing with --only=digits,python; leave it out, or add cifar",
+            "--cifar10=/nowhere has no effect with --only=digits,python; leave it out, or add cifar",
         ),
         (("--only=cifar", "--cifar10=/nowhere"), "--cifar10=/nowhere does not exist; give the path of the data"),
     ],

@@ -157,11 +157,11 @@ def test_a_resumed_run_keeps_its_encoders(launch, simulated, monkeypatch, tmp_pa
 @pytest.mark.parametrize(
     "argument, fields, problem",
     [
-        ("autoencoder_init=pca", {}, "pipeline.autoencoder_init='pca' changes nothing with pipeline.stages=1; leave it out"),
+        ("autoencoder_init=pca", {}, "pipeline.autoencoder_init='pca' has no effect with pipeline.stages=1; leave it out"),
         (
             "stages=2,autoencoder_init=pca",
             {},
-            "init='pca' changes nothing with pipeline.autoencoder=0; leave it out, or give a width",
+            "init='pca' has no effect with pipeline.autoencoder=0; leave it out, or give a width",
         ),
         ("stages=2,autoencoder=4,autoencoder_init=svd", {}, "autoencoder_init='svd' is unknown; use one of random, pca"),
         (

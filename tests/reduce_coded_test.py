@@ -242,10 +242,10 @@ def test_a_memory_by_name_is_that_of_its_factory(name, factory):
         (lambda: reduce.coded(error="memory"), "error='memory' is unknown; use one of residual, momentum, ef21, none"),
         (
             lambda: reduce.coded(error="none", storage="int8"),
-            "storage='int8' changes nothing with error='none'; .* use error='residual' or",
+            "storage='int8' has no effect with error='none'; .* use error='residual' or",
         ),
-        (lambda: reduce.coded(error="ef21", decay=0.9), "decay=0.9 changes nothing with error='ef21'; .* use error='residual'"),
-        (lambda: Demo(momentum=0.5), "momentum=0.5 changes nothing with error='residual'; .* use error='momentum' or"),
+        (lambda: reduce.coded(error="ef21", decay=0.9), "decay=0.9 has no effect with error='ef21'; .* use error='residual'"),
+        (lambda: Demo(momentum=0.5), "momentum=0.5 has no effect with error='residual'; .* use error='momentum' or"),
         (lambda: reduce.coded(codec="int8(block=8,block=16)"), "option block is given twice; leave one out"),
         (lambda: reduce.coded(codec=top(3), form="ring"), "form='ring' is unknown; use one of auto, gather, shards"),
         (

@@ -73,21 +73,21 @@ def test_a_mixer_with_a_weight_of_its_own_is_not_damped():
     [
         (
             "method=allreduce,mixer=choco",
-            "mixer=choco changes nothing with method=allreduce; leave it out, or use method=decentralized",
+            "mixer=choco has no effect with method=allreduce; leave it out, or use method=decentralized",
         ),
         (
             "mixer=beer,codec=int8,topology=one_peer_exponential",
             "mixer 'beer' needs a static graph, got topology 'one_peer_exponential'",
         ),
         ("mixer=choco,codec=int8,topology=random_digraph", "or mixer 'push_sum'"),
-        ("stale", "stale=True changes nothing with method 'decentralized'; leave it out"),
-        ("method=allreduce,codec=int8", "codec=int8 changes nothing with method 'allreduce' and reducer 'mean'"),
+        ("stale", "stale=True has no effect with method 'decentralized'; leave it out"),
+        ("method=allreduce,codec=int8", "codec=int8 has no effect with method 'allreduce' and reducer 'mean'"),
         ("topology=complete,codec=int8", "needs messages between nodes for its codec, .* got topology 'complete'"),
         (
             "method=tracking,topology=random_digraph",
             "use 'directed_exponential' or another one .*, or mixer 'push_sum' with method 'decentralized'",
         ),
-        ("method=slowmo(outer_momentum=nan)", "outer_momentum=nan must be finite, such as 0.6"),
+        ("method=slowmo(outer_momentum=nan)", "outer_momentum=nan must be finite; the default is 0.6"),
         ("order=atc,engine=split", "engine 'split' needs an exchange .* use engine 'fused'"),
     ],
 )
@@ -142,35 +142,20 @@ TEXTS = ["text"]
             lm,
             "method=allreduce",
             dict(consensus_every=5),
-            "consensus_every=5 changes nothing with method 'allreduce', whose replicas",
+            "consensus_every=5 has no effect with method 'allreduce', whose replicas",
         ),
-        (
-            lm,
-            "method=allreduce",
-            dict(consensus_last=1),
-            "consensus_last=1 changes nothing with method 'allreduce', whose replicas",
-        ),
+        (lm, "method=allreduce", dict(consensus_last=1), "consensus_last=1 has no effect with method 'allreduce', whose replicas"),
         (
             lm,
             "method=local",
             dict(bucket_bytes=64),
-            "bucket_bytes=64 changes nothing with method 'local', which sends nothing; leave",
+            "bucket_bytes=64 has no effect with method 'local', which sends nothing; leave",
         ),
-        (
-            lm,
-            "method=local,local_size=2",
-            {},
-            "local_size=2 changes nothing with method 'local', which sends nothing; leave it out",
-        ),
+        (lm, "method=local,local_size=2", {}, "local_size=2 has no effect with method 'local', which sends nothing; leave it out"),
         (lm, "method=decentralized(strength=0.0)", {}, "method.strength=0.0, so nothing would be mixed; use more .* 'local'"),
         (lm, "method=tracking(strength=0.0),topology=ring", {}, "method.strength=0.0, so nothing would be mixed"),
-        (
-            quadratics,
-            "",
-            {"eval.num_windows": 4},
-            "eval.num_windows=4 changes nothing with task 'quadratics', which has one example",
-        ),
-        (quadratics, "", {"eval.batch_size": 2}, "eval.batch_size=2 changes nothing with task 'quadratics', which has one example"),
+        (quadratics, "", {"eval.num_windows": 4}, "eval.num_windows=4 has no effect with task 'quadratics', which has one example"),
+        (quadratics, "", {"eval.batch_size": 2}, "eval.batch_size=2 has no effect with task 'quadratics', which has one example"),
     ],
 )
 def test_an_option_that_changes_nothing_is_refused(file, argument, fields, problem):
@@ -198,7 +183,7 @@ def test_a_field_is_for_rows(tmp_path, name, is_refused):
     path = name if ":" in name else str(tmp_path / name)
     if is_refused:
         with pytest.raises(
-            ValueError, match="data.field='body' changes nothing: .* has neither JSON lines nor Parquet; leave it out"
+            ValueError, match="data.field='body' has no effect: .* has neither JSON lines nor Parquet; leave it out"
         ):
             sources.read(path, "body")
     else:
@@ -208,7 +193,7 @@ def test_a_field_is_for_rows(tmp_path, name, is_refused):
 def test_a_scale_is_refused_beside_the_rate_that_it_would_scale():
     text = "configs/lm.py:workers=8,scale=linear"
     assert config_file.complaint(["train", f"--config={text}"]) == ""
-    problem = "scale=linear changes nothing with --config.schedule.learning_rate; leave one of them out"
+    problem = "scale=linear has no effect with --config.schedule.learning_rate; leave one of them out"
     assert config_file.complaint(["train", f"--config={text}", "--config.schedule.learning_rate=0.1"]) == problem
     other = "configs/lm.py:workers=8,topology=ring"
     assert config_file.complaint(["train", f"--config={other}", "--config.schedule.learning_rate=0.1"]) == ""

@@ -273,7 +273,7 @@ def test_resume_from_a_run_of_another_task_names_both(saved, tmp_path):
 @pytest.mark.parametrize(
     "argument, fields, way_out",
     [
-        ("method=tracking,optimizer=adamw", {}, ", and --resume_from={saved} to start from its parameters"),
+        ("method=tracking,optimizer=adamw", {}, "; to start from its parameters, add --resume_from={saved}"),
         ("method=tracking,optimizer=adamw", {"steps": 4}, ", and --resume_from={saved} and more than 4 steps to start from"),
         ("optimizer=accum_adamw", {}, "$"),
         ("optimizer=adamw", {"model.width": 16}, "$"),

@@ -186,17 +186,17 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
         ),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0,x"], "seed='x' must be a whole number"),
         (["--config=configs/lm.py:smoke", "--sweep=sed=0"], "'sed' is unknown; use some of seed"),
-        (["--config=configs/lm.py:smoke", "--sweep=topology.k=0.1"], "topology is a word with its options in brackets"),
+        (["--config=configs/lm.py:smoke", "--sweep=topology.k=0.1"], "topology is a name with options in parentheses"),
         (["--config=configs/lm.py:smoke", "--sweep=mixer.gamma=0.1"], "mixer 'exact' has codec, rounds; gamma belongs to choco"),
         (["--config=configs/lm.py:smoke,workers=2", "--sweep=steps=4,0"], "steps=0 must be at least 1"),
         (["--config=configs/lm.py:smoke,workers=2", "--sweep=topology=ring,torus(rows=3)"], "rows"),
         (
             ["--config=configs/lm.py:smoke,workers=2", "--sweep=scale=linear,sqrt", "--", "--config.schedule.learning_rate=0.1"],
-            "scale=linear changes nothing with --config.schedule.learning_rate; leave one of them out",
+            "scale=linear has no effect with --config.schedule.learning_rate; leave one of them out",
         ),
         (
             ["--config=configs/lm.py:smoke,scale=sqrt", "--sweep=schedule.learning_rate=0.1,0.2"],
-            "scale=sqrt changes nothing with --config.schedule.learning_rate; leave one of them out",
+            "scale=sqrt has no effect with --config.schedule.learning_rate; leave one of them out",
         ),
         *(
             (
@@ -220,7 +220,7 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
         ),
         (
             ["--config=configs/lm.py:smoke", "--sweep=scale=linear,sqrt", "--", "--config.schedule.learning_rate=0.1"],
-            "scale=linear changes nothing with --config.schedule.learning_rate",
+            "scale=linear has no effect with --config.schedule.learning_rate",
         ),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--workdir=x"], "--workdir behind --"),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--config", "configs/gpt.py"], "--config behind --"),

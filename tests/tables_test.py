@@ -260,7 +260,7 @@ def test_a_run_that_is_stopped_goes_on_bit_by_bit(tmp_path):
         ("bound=()", {}, "source.forward=. . must read like"),
         ("divided=false,bound=0.1", {}, "divided=false with bounds"),
         ("bound=0.1,bits=1", {}, "bits=1 must be at least 2 and at most 12"),
-        ("bits=6", {}, "source.bits=6 changes nothing without bounds"),
+        ("bits=6", {}, "source.bits=6 has no effect without bounds"),
         ("bound=0.1", {"source.outliers": 0}, "outliers=0"),
         ("bound=0.1", {"source.decay": "cosine"}, "decay='cosine' is unknown; use one of stepwise, linear, exponential"),
         ("bound=0.1", {"source.start": float("nan")}, "start=nan must be finite"),
@@ -270,7 +270,7 @@ def test_a_run_that_is_stopped_goes_on_bit_by_bit(tmp_path):
         ("divided,method=allreduce,stale", {}, "divided tables with stale"),
         ("divided,optimizer=muon", {}, "optimizer 'muon' with divided tables"),
         ("divided", {"pipeline.microbatches": 2}, "pipeline.microbatches=2 with divided tables"),
-        ("divided", {"consensus_every": 2}, "consensus_every=2 changes nothing with method 'allreduce'"),
+        ("divided", {"consensus_every": 2}, "consensus_every=2 has no effect with method 'allreduce'"),
         (
             "divided",
             {"task": "quadratics", "data": {}, "model": None, "eval": {"num_windows": 0, "batch_size": 1}},

@@ -119,7 +119,7 @@ def _spec(document: dict[str, Any]) -> RunSpec:
     plain = plain_fields(RunSpec)
     required = {name for name, option in plain.items() if option.is_required} | parts | {"task", "data"}
     for field in sorted(document.keys() - required - plain.keys() - SECTIONS.keys() - {"source"}):
-        raise ValueError(f"config.{field} changes nothing with method {method.name!r} and task {task.name!r}; leave it out")
+        raise ValueError(f"config.{field} has no effect with method {method.name!r} and task {task.name!r}; leave it out")
     for field in sorted(required - document.keys()):
         raise ValueError(f"config lacks {field}; add it, as configs/lm.py does")
     values: dict[str, Any] = {kind: _choice(document, kind) if kind in document else None for kind in (*CHOICES, "reducer")}
@@ -153,6 +153,8 @@ def _filled(name: str, section: Mapping[str, Any], kind: type[Any]) -> dict[str,
 
 
 def _name(name: Any, kind: str) -> str:
+    if name is None:
+        raise ValueError(f"config lacks {kind}; add it, as configs/lm.py does")
     if not isinstance(name, str):
         raise ValueError(
             f"config.{kind}={registry.shown(name)} must be a name; python -m launch.parts {kind.removesuffix('.name')} lists them"

@@ -100,7 +100,7 @@ def _of_method(spec: RunSpec) -> str:
 
 
 def _no_effect(path: str, broken: Callable[[RunSpec], Any], why: Callable[[RunSpec], str], **more: Any) -> Rule:
-    return Rule(path, broken, lambda spec: f" changes nothing with {why(spec)}", **more)
+    return Rule(path, broken, lambda spec: f" has no effect with {why(spec)}", **more)
 
 
 def _are_stages(text: str, most: int) -> bool:
@@ -264,7 +264,7 @@ RULES = (
         Rule(
             f"eval.{name}",
             lambda spec, name=name, least=least: spec.trait("task", "evaluated_once") and getattr(spec.eval, name) != least,
-            lambda spec: f" changes nothing with task {spec.task.name!r}, which has one example for validation",
+            lambda spec: f" has no effect with task {spec.task.name!r}, which has one example for validation",
             always=True,
         )
         for name, least in (("num_windows", 0), ("batch_size", 1))

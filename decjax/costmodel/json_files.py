@@ -62,7 +62,7 @@ def _value(hint: object, value: object, where: str) -> object:
 
 def read_object(path: str | os.PathLike) -> dict[str, object]:
     """Return the JSON object in a file."""
-    with located(f"{path} cannot be read as JSON"):
+    with located(f"{path} cannot be read{' as JSON' * os.path.isfile(path)}"):
         return files.read_json(path)
 
 

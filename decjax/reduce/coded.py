@@ -79,7 +79,7 @@ class CodedMean(Reducer, name="codec"):
             if getattr(self, name) != getattr(type(self), name) and name not in used:
                 others = " or ".join(repr(memory) for memory, options in MEMORIES.items() if name in options)
                 raise ValueError(
-                    f"{self}: {name}={getattr(self, name)!r} changes nothing with error={self.error!r}; leave it out, or use error={others}"
+                    f"{self}: {name}={getattr(self, name)!r} has no effect with error={self.error!r}; leave it out, or use error={others}"
                 )
         messages.check(self._codec)
         _ = self._ends  # Raises an error if the memory does not suit the codec.

@@ -84,7 +84,7 @@ def read(path: str, field: str = FIELD) -> tuple[str, dict[str, bytes]]:
             texts = _texts(place, root, files, field)
     if field != FIELD and not has_fields:
         raise ValueError(
-            f"data.field={field!r} changes nothing: data path {place!r} has neither JSON lines nor Parquet; leave it out"
+            f"data.field={field!r} has no effect: data path {place!r} has neither JSON lines nor Parquet; leave it out"
         )
     expect(texts or not path.endswith(".gz"), place, "is compressed", "unpack it, as with gunzip")
     expect(texts, place, "holds no text (a file with a zero byte counts as binary)", "give a text file or a folder of text files")

@@ -272,7 +272,7 @@ class Checkpoints:
             return Newest(step, content, "".join(messages))
         if len(damaged) == 1:
             raise next(iter(damaged.values()))
-        why = "; ".join(f"{step}: {error.why}" for step, error in damaged.items())
+        why = "; ".join(f"step {step}: {error.why}" for step, error in damaged.items())
         raise CheckpointError(f"all checkpoints in {self._directory} are damaged ({why}); {self._fix(0)}")
 
     def restore(self, step: int, like: PyTree, partial: bool = False) -> tuple[PyTree, dict]:

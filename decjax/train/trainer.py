@@ -13,7 +13,7 @@ import functools
 import jax
 import numpy as np
 
-from decjax import config, gossip, mesh, reduce, tasks
+from decjax import config, gossip, mesh, options, reduce, tasks
 from decjax.errors import TrainingError, config_errors
 from decjax.program import hlo
 from decjax.train import engine, evaluate
@@ -23,6 +23,7 @@ from decjax.train.step import Step
 from decjax.typing import Device, Jitted, PyTree
 
 
+@options.checked_class
 class Trainer:
     """Takes the steps of a run, and averages and evaluates its replicas.
 

@@ -30,6 +30,7 @@ from decjax.typing import PyTree
 
 # Fields that may differ between a run and its continuation; they change training at most by rounding.
 FREE_KEYS = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes", "engine")
+MOST_DIFFERING = 6  # fields of two configs that an error lists
 ATTEMPTS, PAUSE_S = 40, 0.05  # of locking a directory, which another process of the same launch may be preparing
 LAYOUT = ("stages", "chunks", "layers", "autoencoder")  # fields of a pipeline that determine the layout of the parameters
 
@@ -45,7 +46,7 @@ def claim(
     Args:
         workdir: the directory.
         config: the resolved config.
-        advise: returns further advice for a directory of another run, after a comma.
+        advise: returns further advice for a directory of another run, after a semicolon.
         launch: name of a launch whose processes all claim the directory and share the lock; empty: process 0 claims it for all.
 
     Returns:
@@ -101,8 +102,10 @@ def _read_config(path: pathlib.Path, fix: str) -> config_lib.RunSpec:
 
 
 def _differing(pairs: dict[str, tuple[object, object]]) -> str:
-    """Return the pairs whose values differ, as text."""
-    return "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in pairs.items() if there != here)
+    """Return the first pairs whose values differ, as text."""
+    differing = [f"{name}: {there!r} there, {here!r} here" for name, (there, here) in pairs.items() if there != here]
+    more = len(differing) - MOST_DIFFERING
+    return "; ".join([*differing[:MOST_DIFFERING], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _take(workdir: pathlib.Path, config: dict, launch: str, held: contextlib.ExitStack) -> None:
@@ -282,12 +285,12 @@ def _read(origin: Origin, step: int, trainer: Trainer) -> tuple[PyTree, np.ndarr
 
 def advice(folder: pathlib.Path, trainer: Trainer) -> str:
     """Return advice on starting from the newest checkpoint in a folder; empty if `trainer` cannot."""
-    more = ""
+    steps = ""
     if jax.process_count() == 1:  # Reading checkpoints needs all processes, and only the first one calls this.
         try:
             with checkpoint.Checkpoints(folder, read_only=True) as checkpoints:
                 done = _find(folder, checkpoints, trainer).step
         except CheckpointError:
             return ""
-        more = f" and more than {done} steps" if done >= trainer.spec.steps else ""
-    return f", and --resume_from={folder}{more} to start from its parameters"
+        steps = f" and set more than {done} steps" if done >= trainer.spec.steps else ""
+    return f"; to start from its parameters, add --resume_from={folder}{steps}"

@@ -211,7 +211,7 @@ class DividedTables(Source, name="divided_tables"):
         }
         if not (options["forward"] or options["backward"]):
             faults |= {
-                f"source.{name}={options[name]!r} changes nothing without bounds; use bound=0.02 or gradient_bound=0.01": True
+                f"source.{name}={options[name]!r} has no effect without bounds; use bound=0.02 or gradient_bound=0.01": True
                 for name, option in registry.part("source", "divided_tables").options.items()
                 if options[name] != option.default
             }

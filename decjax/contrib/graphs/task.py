@@ -113,7 +113,7 @@ class Nodes(Task, name="nodes"):
             )
         if self.targets >= (most := int(trained_N.max())):
             raise ValueError(
-                f"task targets={self.targets} changes nothing: a worker has at most {most} nodes to train on; use less, or 0 for all"
+                f"task targets={self.targets} has no effect: a worker has at most {most} nodes to train on; use less, or 0 for all"
             )
         own = [np.flatnonzero(part_V == worker) for worker in range(num_workers)]
         parts = [self.data.part(nodes) for nodes in own]
