@@ -157,7 +157,7 @@ def layout(
         bucket_bytes: target size of a bucket in bytes; 0 puts every leaf in a bucket of its own.
         multiple_of: every bucket is padded to a multiple of this many values.
         alone: leaves whose path ends with one of these get a bucket each, whatever their size.
-        matrix: function of a leaf; (I, J) for one that stays a matrix I×J, in a bucket of its own, else None. Matrices come first.
+        matrix: maps a leaf to (I, J) if it stays a matrix I×J in a bucket of its own, otherwise to None. Matrices come first.
         num_shards: N, parts that each bucket is divided into; buckets are padded to a multiple of N values, or rows. 0: none.
     """
     check(tree)

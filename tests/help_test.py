@@ -87,7 +87,7 @@ def test_help_answers_in_one_line_and_has_an_example_that_works(module):
         ("launch.train", ("coordinator", "num_processes", "process_index")),
         ("launch.calibrate", ("coordinator", "num_processes", "process_index")),
         ("launch.local", ("num_processes", "[no]elastic", "chaos", "module")),
-        ("launch.sweep", ("parallel", "num_processes", "sweep")),
+        ("launch.sweep", ("parallel", "processes", "sweep")),
     ],
 )
 def test_help_shows_the_flags_that_another_module_defines(module, names):

@@ -157,7 +157,7 @@ def test_without_a_channel_arrays_travel_along_the_axis_of_the_workers(workers):
 
 
 def test_outside_of_workers_there_is_no_axis():
-    with pytest.raises(ValueError, match="worker axis is not there: call this from a function mapped over workers"):
+    with pytest.raises(ValueError, match="worker axis is not mapped here: call this in a function mapped over workers"):
         ring().exchange(jnp.zeros(3), (), 0)
 
 

@@ -258,7 +258,7 @@ def test_a_memory_by_name_is_that_of_its_factory(name, factory):
         ),
         (
             lambda: reduce.coded(codec=top(3)).init({"w": jnp.ones(9)}),
-            r"is not there: call this from a function mapped over workers",
+            r"is not mapped here: call this in a function mapped over workers",
         ),
     ],
 )

@@ -28,7 +28,7 @@ class Codec(registry.Part, abc.ABC, kind="codec"):
         message = encode(x, state, key)        x̂ = decode(message, shape, dtype)        state <- advance(state, message)
 
     A codec does not remember what a message loses, x − x̂: `decjax.codecs.feedback` adds such a memory to any codec. A subclass
-    defines `encode`, `decode` and `num_bytes`, and overrides the properties that it has.
+    defines `encode`, `decode` and `num_bytes`, and overrides the properties below if they hold for it.
 
     Attributes:
         linear: whether C(ax + by) = aC(x) + bC(y) for equal state and key.

@@ -81,8 +81,8 @@ class Cluster:
         workers_per_node: L, workers on each node.
         intra: the link of *one worker* to the others of its node (NVLink, PCIe, shared memory).
         inter: the NIC of *one node*: all that its workers send to other nodes at the same time shares `bandwidth_Bps`.
-        full_duplex_pairs: False where two workers that exchange with each other take turns, and so twice the time, as with a raw
-            permutation over gloo; decjax's own exchanges between CPU processes do not.
+        full_duplex_pairs: False if two workers that exchange with each other send one after the other, which takes twice the time,
+            as JAX's permutations over gloo do; decjax's exchanges between CPU processes send both ways at once.
         all_reduce_efficiency: fraction of the bandwidth that reductions over a group reach, in (0, 1].
         hierarchical_all_reduce: True where reductions over several nodes reduce inside nodes first, so that 2(m−1)/m of the
             bytes leave each of m nodes; False where one ring runs through all n workers, with 2(n−1)/n, as with gloo.
@@ -265,9 +265,9 @@ class Workload:
         backward_s: B_b, seconds of the backward pass from bucket b − 1 until bucket b is ready.
         num_bytes: bytes of each bucket's parameters, as they travel uncompressed.
         optimizer_s: seconds of the optimizer, all buckets together.
-        combine_s: seconds to combine received parameters with the worker's own, all buckets together, and of the other computing of
-            a step with messages.
-        beside_s: seconds that an exchange takes longer while the gradient is computed, since both need the same cores.
+        combine_s: additional seconds of computing in a step with messages, all buckets together, such as averaging received
+            parameters with the worker's own.
+        beside_s: additional seconds of an exchange that runs while the gradient is computed, since both need the same cores.
         jitter: how F + Σ B_b varies.
         compressed: measured compressed forms of its messages.
     """

@@ -42,8 +42,8 @@ class Choco(Estimates, name="choco"):
     x̂_i is the estimate of x_i that its neighbors hold. d_i is kept as one array, however many neighbors there are:
     d_i <- d_i + Σ_j w_ij c_j − c_i, which holds as long as every change of x̂_j reaches worker i. On a time-varying graph there is
     therefore one pair (x̂, d) for each round of the period; the papers have static graphs only. With an exact codec and γ = 1 the
-    result is Wx. In order "atc" this is CHOCO-SGD as first published; in order "awc" it is the form that sends after mixing, with
-    the message delayed until it overlaps the next gradient, and the same trajectory.
+    result is Wx. Order "atc" is CHOCO-SGD as first published. Order "awc" is its form that sends after mixing; the message is
+    delayed to overlap the next gradient, which leaves the trajectory unchanged.
 
     References: Koloskova, Stich and Jaggi 2019, arXiv 1902.00340, algorithms 1 and 2; Koloskova et al. 2020, arXiv 1907.09356.
     """

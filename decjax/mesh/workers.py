@@ -27,7 +27,7 @@ class Workers:
         local_size: L, consecutive workers that share a node.
         mesh: the device mesh; None if all workers are simulated on one device.
         stages: S; stacked state is [N, ...], or [N, S, ...] if S > 1.
-        divided: which arrays a tensor-parallel group divides: pairs of the end of an array's path and the axis, counted from the end.
+        divided: arrays that a tensor-parallel group divides, as pairs (suffix of the array's path, axis counted from the last).
     """
 
     num_workers: int

@@ -146,7 +146,7 @@ class Mean(Reducer, name="mean"):
 
 @options.checked
 def start_at(reducer: Reducer, step: Natural, before: Reducer) -> Reducer:
-    """Return the reducer that uses another one in the first steps, while gradients are hard to compress.
+    """Return a reducer that uses `before` for the first `step` steps, while gradients are hard to compress, and `reducer` afterwards.
 
     Args:
         reducer: used from `step` on.
