@@ -43,8 +43,8 @@ class Linear(NamedTuple):
 class Mixer(registry.Part, abc.ABC, kind="mixer"):
     """How parameters are mixed: its methods are called on each worker.
 
-    A subclass defines `phases`, `exchange` and `num_bytes`, and overrides other members as needed. `Gossip` is the base class of mixers over
-    a topology, `WrappedMixer` that of mixers that change another one.
+    A subclass defines `phases`, `exchange` and `num_bytes`, and overrides other members as needed. `Gossip` is the base class of mixers
+    over a topology, `WrappedMixer` that of mixers that change another one.
 
     Attributes:
         order: the only order that the mixer is made for, see `orders`; empty if it is made for both.

@@ -25,8 +25,8 @@ Hook = Callable[[PyTree, jax.Array, int], PyTree]  # (state, [N, …], loss_N, s
 class Method(registry.Part, abc.ABC, kind="method"):
     """A training method: what is done with gradients and parameters, and what is sent for it.
 
-    A subclass defines `init`, `update`, `phase` and `num_bytes`, and overrides other members as needed. `Wrapping` is the base class of methods
-    that wrap an optimizer, `Mixing` of those that mix parameters, `Reducing` of those that average over all workers.
+    A subclass defines `init`, `update`, `phase` and `num_bytes`, and overrides other members as needed. `Wrapping` is the base class of
+    methods that wrap an optimizer, `Mixing` of those that mix parameters, `Reducing` of those that average over all workers.
 
     These fields are filled in by their names, all others are options: `inner`, the optimizer; `mixer`; `reducer`; `num_workers`, N;
     `learning_rate`, by step; `share`, the learning rate ÷ its peak, by step; `clip`, which clips each worker's own gradient; `norm`, the
