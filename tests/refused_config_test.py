@@ -197,3 +197,15 @@ def test_a_scale_is_refused_beside_the_rate_that_it_would_scale():
     assert config_file.complaint(["train", f"--config={text}", "--config.schedule.learning_rate=0.1"]) == problem
     other = "configs/lm.py:workers=8,topology=ring"
     assert config_file.complaint(["train", f"--config={other}", "--config.schedule.learning_rate=0.1"]) == ""
+
+
+def test_a_trainer_names_a_spec_that_is_none():
+    with pytest.raises(
+        ValueError, match="^Trainer: spec, a dict, must be a RunSpec .such as decjax.config.resolve.config.. or a Setup$"
+    ):
+        train.Trainer({"workers": 2})
+
+
+def test_a_config_without_a_method_is_refused():
+    with pytest.raises(parts.ConfigError, match="^config lacks method.name; add it, as configs/lm.py does$"):
+        parts.resolve({"steps": 3})

@@ -61,7 +61,8 @@ class Axis:
                 return name
         raise ValueError(
             f"worker axis{'' if self.name is None else f' {self.name!r}'} is not mapped here: call this in a function "
-            "mapped over workers, such as workers.jit(tx.init, in_axes=(0,))(workers.stack(params)); a channel needs axis=workers.axis or the default"
+            "mapped over workers, such as workers.jit(tx.init, in_axes=(0,))(workers.stack(params)); a "
+            "channel needs axis=workers.axis or the default"
         )
 
     def sent_by(self, stages: Sequence[int]) -> "Axis":
