@@ -102,8 +102,9 @@ def _read_config(path: pathlib.Path, fix: str) -> config_lib.RunSpec:
 
 
 def _differing(pairs: dict[str, tuple[object, object]]) -> str:
-    """Return the first pairs whose values differ, as text."""
-    differing = [f"{name}: {there!r} there, {here!r} here" for name, (there, here) in pairs.items() if there != here]
+    """Return the first pairs whose values differ, as text; the names of parts come first."""
+    by_rank = sorted(pairs.items(), key=lambda pair: not pair[0].endswith(("name", "task", "topology")))
+    differing = [f"{name}: {there!r} there, {here!r} here" for name, (there, here) in by_rank if there != here]
     more = len(differing) - MOST_DIFFERING
     return "; ".join([*differing[:MOST_DIFFERING], *([f"and {more} more"] if more > 0 else [])])
 
