@@ -74,11 +74,11 @@ def test_verdicts():
 @pytest.mark.parametrize(
     "bandwidth_Bps, variation, options, pays, expected",
     [
-        (1e8, 0.0, {}, True, ", and {gossip:.2f} times as fast as one-step-stale all-reduce. In short"),
+        (1e8, 0.0, {}, True, ", and {gossip:.2f}× faster than one of one-step-stale all-reduce. In short"),
         (3e8, 0.0, {}, True, ". But one-step-stale all-reduce is as fast, and averages over all workers. In short"),
-        (1e11, 0.2, dict(orders=("atc",)), True, ". But one-step-stale all-reduce is {stale:.2f} times as fast as this gossip"),
-        (1e8, 0.0, dict(topologies=("torus",)), False, ". One-step-stale all-reduce would make it {reduced:.2f} times as fast."),
-        (1e11, 0.0, {}, False, "only 1.01 times as fast. Against synchronous"),
+        (1e11, 0.2, dict(orders=("atc",)), True, ". But one-step-stale all-reduce is {stale:.2f}× faster than this gossip"),
+        (1e8, 0.0, dict(topologies=("torus",)), False, ". One-step-stale all-reduce would make it {reduced:.2f}× faster."),
+        (1e11, 0.0, {}, False, "only 1.01× faster. Against synchronous"),
     ],
 )
 def test_the_verdict_tells_of_stale_all_reduce(bandwidth_Bps, variation, options, pays, expected):

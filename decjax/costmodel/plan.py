@@ -128,27 +128,27 @@ def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> s
     stale_s = min((r.prediction.mean_s for r in stale), default=math.inf)
     if gain >= PAYS:
         text = (
-            f"Decentralization pays on {cluster.name!r}: an iteration of {best.method.name!r} is {gain:.2f} times as fast as "
-            f"that of the best synchronous form, {reference.method.name!r}"
+            f"Decentralization pays on {cluster.name!r}: a step of {best.method.name!r} is {gain:.2f}× faster than one of "
+            f"{reference.method.name!r}, the fastest synchronous all-reduce"
         )
         against = stale_s / best.prediction.mean_s
         if against < TIE:
-            as_fast = f"{1 / against:.2f} times as fast as this gossip" if against * TIE < 1 else "as fast"
+            as_fast = f"{1 / against:.2f}× faster than this gossip" if against * TIE < 1 else "as fast"
             text += f". But one-step-stale all-reduce is {as_fast}, and averages over all workers"
         elif stale:
-            text += f", and {against:.2f} times as fast as one-step-stale all-reduce"
+            text += f", and {against:.2f}× faster than one of one-step-stale all-reduce"
         if best.method.overlap:
-            text += ". In short runs with 4 workers overlapped gossip needed "
-            text += f"{MORE_STEPS} times all-reduce's iterations to the same loss, and with more workers it may need more"
+            text += ". In short runs with 4 workers, overlapped gossip needed "
+            text += f"{MORE_STEPS} times as many steps as all-reduce to the same loss; with more workers it may need more"
     else:
         busy = reference.prediction.compute_s / reference.prediction.mean_s
         text = (
             f"Decentralization does not pay on {cluster.name!r}: {reference.method.name!r} already computes "
             f"{100 * busy:.0f} % of the time, and the best gossip method ({best.method.name!r}) "
-            + (f"would make an iteration only {gain:.2f} times as fast" if gain > 1.005 else "is not faster")
+            + (f"would make a step only {gain:.2f}× faster" if gain > 1.005 else "is not faster")
         )
         if (ahead := reference.prediction.mean_s / stale_s) >= PAYS:
-            text += f". One-step-stale all-reduce would make it {ahead:.2f} times as fast"
+            text += f". One-step-stale all-reduce would make it {ahead:.2f}× faster"
     text += "." + _threshold(cluster, workload, reference.method, best.method, gain >= PAYS)
     return text + (_how_to_train(cluster, best.method) if gain >= PAYS and stale_s >= TIE * best.prediction.mean_s else "")
 

@@ -89,7 +89,7 @@ def report(found: dict[str, list[float]], forecasts: dict[str, float]) -> None:
         table.add_row(order, *map(script.ms, (statistics.median(times_s), min(times_s), max(times_s), forecasts[order])))
     gain, expected = (of[ORDERS[0]] / of[ORDERS[1]] for of in ({o: statistics.median(t) for o, t in found.items()}, forecasts))
     script.show(table)
-    script.show(f"the placement is {gain:.2f} times as fast; forecast {expected:.2f}, {script.difference(expected, gain)}")
+    script.show(f"the placement is {gain:.2f}× faster; predicted {expected:.2f}, {script.difference(expected, gain)}")
     script.fill("placement_cluster", table)
 
 
