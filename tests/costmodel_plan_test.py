@@ -57,7 +57,7 @@ def test_graphs_that_are_the_same_are_listed_once():
 def test_verdicts():
     pays = plan.verdict(SLOW, LOAD, ranked(SLOW))
     assert pays.startswith("Decentralization pays on 'slow'") and "no longer pays above" in pays
-    assert "1.1 to 1.5 times all-reduce's iterations" in pays  # a faster iteration is not sufficient
+    assert "1.1 to 1.5 times as many steps as all-reduce" in pays  # a faster step is not sufficient
     useless = plan.verdict(FAST, LOAD, ranked(FAST))
     assert useless.startswith("Decentralization does not pay on 'fast'") and "would pay below about" in useless
     # The threshold is where the gain just counts as worthwhile.
