@@ -96,7 +96,7 @@ def deal(chosen, labels, num_workers, seed):
         ("dirichlet(alpha=True)", "alpha=True must be a number"),
         ("dirichlet(alpha=much)", "alpha='much' must be a number"),
         ("dirichlet(beta=1)", "no option 'beta'; use alpha"),
-        ("iid(seed=1)", "has no option 'seed'; it has none"),
+        ("iid(seed=1)", "has no option 'seed'; leave it out, it has no options"),
         ("dirichlet(alpha=0.1", "must read like"),
         ("", "must read like"),
     ],

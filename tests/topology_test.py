@@ -83,7 +83,7 @@ def test_other_seeds_give_other_graphs(name):
         ("ring", 0, {}, "num_workers=0 must be at least 1 and at most 4096"),
         ("ring", 2.0, {}, "num_workers.*whole number"),
         ("ring", True, {}, "num_workers.*whole number"),
-        ("ring", 4, {"k": 1}, "'ring' has no option 'k'; it has none"),
+        ("ring", 4, {"k": 1}, "'ring' has no option 'k'; leave it out, it has no options"),
         ("base_k", 4, {"degree": 1}, "'base_k' has no option 'degree'; use k"),
         ("base_k", 4, {"k": 0}, "k=0 must be at least 1"),
         ("base_k", 4, {"k": 1.5}, "k=1.5 must be a whole number"),

@@ -33,7 +33,7 @@ def choose(kind: str, text: str, known: Mapping[str, Callable]) -> tuple[str, di
     check_choice(kind, name, tuple(known))
     options = {key: option for key, option in registry.options_of(known[name]).items() if not option.is_required}
     if unknown := given.keys() - options.keys():
-        fix = f"use {', '.join(options)}" if options else "it has none, leave it out"
+        fix = f"use {', '.join(options)}" if options else "leave it out, it has no options"
         raise ValueError(f"{kind} {registry.shown(text)} has no option {min(unknown)!r}; {fix}")
     words = {"true": True, "false": False}
     return name, registry.fill(f"{kind} {name!r}: ", {key: words.get(str(x), x) for key, x in given.items()}, options)
