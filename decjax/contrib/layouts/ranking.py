@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from decjax.contrib.layouts.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
 from decjax.contrib.layouts.layout import EPILOGUE, Boundary, DeviceLayout, Footprint, Traffic, Work, memory, work
@@ -29,7 +29,7 @@ class RankedLayout(NamedTuple):
 
 
 def layouts(
-    model: Transformer, num_devices: int, *, microbatch_size: int = 1, **options
+    model: Transformer, num_devices: int, *, microbatch_size: int = 1, **options: Any
 ) -> tuple[list[DeviceLayout], dict[str, str]]:
     """Return all divisions of devices into workers × stages × tensor that the model allows, and why it does not allow the others.
 
@@ -121,7 +121,8 @@ def rank_layouts(
         candidates: layouts, such as those of `layouts`.
         topologies: names of topologies for gossip between pipelines; (): all-reduce only.
         orders: "awc", "atc" or both, for gossip.
-        boundary_rank, workers_rank: ranks of gradients between stages and between workers.
+        boundary_rank: rank of gradients between stages.
+        workers_rank: rank of gradients between workers.
 
     Returns:
         The ranking; and for layouts (or "layout with what is sent") that do not fit into memory, the bytes that they need.
