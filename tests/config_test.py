@@ -12,7 +12,8 @@ import pytest
 
 from configs import gpt_optimus, lm
 from decjax import config as parts
-from decjax import registry
+from decjax import registry, topology
+from decjax.config import setup
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHORTHANDS = [
@@ -189,3 +190,9 @@ def test_the_size_of_a_published_run_is_told_by_shapes():
 def test_options_in_brackets_keep_those_of_the_task():
     plain, chosen = (lm.get_config(f"optimizer=accum_adamw{options}").optimizer.to_dict() for options in ("", "(window=2)"))
     assert chosen == plain | {"window": 2} and plain["b1"] == lm.ACCUM_ADAM["b1"]
+
+
+def test_a_graph_with_nodes_gets_their_size():
+    nodes = setup.make_topology("alternating_exponential_ring", 8, 2)
+    assert nodes == topology.make("alternating_exponential_ring", 8, local_size=2)
+    assert nodes != setup.make_topology("alternating_exponential_ring", 8, 4)

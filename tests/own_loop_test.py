@@ -267,3 +267,8 @@ def test_ranks_are_never_promoted(chosen):
 def test_copies_are_made_within_a_program_too(workers):
     stacked = jax.jit(lambda x: workers.stack({"x": x}))(jnp.arange(3.0))
     np.testing.assert_array_equal(stacked["x"], np.tile(np.arange(3.0), (N, 1)))
+
+
+def test_sizes_of_nodes_that_divide_the_workers_are_proposed():
+    with pytest.raises(ValueError, match=r"local_size=4 does not divide workers=6; use one of \[1, 2, 3, 6\]"):
+        decjax.make_workers(6, local_size=4, simulate=True)
