@@ -27,7 +27,7 @@ from launch import command
 FLAGS = flags.FLAGS
 PARTS = ("noise_floor", "stability", *PAPER)
 TINY = {"multi30k": tiny.multi30k, "cifar10": tiny.cifar10, "shakespeare": tiny.text}  # data of smoke runs
-OF_PAGES = "none: the data of the results pages, whose runs the results log has."
+OF_PAGES = "not needed for runs that are in the results log."
 Draw = Callable[[str], None]  # draws a figure to a path
 
 

@@ -10,8 +10,8 @@ of experiments.speedup on a megabyte of Python's standard library; with --multi3
 1.2M parameters, learns to translate. A step of every method reads as many examples.
 
 1. Each method is tuned in simulation, without a network: three learning rates, and further ones while the best is at an edge. A method that
-   does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.5 or 2 times as many with which it does; if
-   none is enough, those with the least loss.
+   does not end 0.05 nats below all-reduce's loss is tried with 1.5 and 2 times as many steps. It gets the fewest steps that reach this
+   loss or, if none do, those with the lowest loss.
 2. The methods train on the emulated cluster, one after the other, in several rounds, each with its own seed.
 3. The forecast: before each round launch.calibrate measures the cluster, and from that the cost model predicts the time of a step.
    Simulated runs with the same seeds give the number of steps that each method needs. Their product is compared with the seconds.
