@@ -10,8 +10,8 @@ extracted, as two stages and two devices in a tensor-parallel group would send t
     tp    the terms of the sums within the layers, of each of the two devices
 
 The bytes follow from formulas that tests compare with compiled programs. The estimate is the sum of the entropies of the four bytes of a
-value (`contrib.codecs.entropy.lossless_bits`), the redundancy that a coder such as MPC exploits. It is that of all messages of an axis together,
-without the cost of transmitting frequencies. No lossless coder is used in training.
+value (`contrib.codecs.entropy.lossless_bits`), the redundancy that a coder such as MPC exploits. It is that of all messages of an axis
+together, without the cost of transmitting frequencies. No lossless coder is used in training.
 """
 
 from typing import Any
