@@ -212,7 +212,7 @@ class Race(NamedTuple):
             fields["data.path"] = self.data
         run = trials.trial(self.out, f"{name} {setting} {seed} {steps}", f"{task.config}:{shorthand}", fields)
         numbers = self.log.result(run, read)
-        return numbers and Curve(steps, numbers["losses"], numbers["bytes"], numbers.get(task.score))
+        return None if numbers is None else Curve(steps, numbers["losses"], numbers["bytes"], numbers.get(task.score))
 
     def tune(self, name: str) -> tuple[Setting, dict[Setting, float]]:
         """Return the best setting, and the loss of each that was tried, infinite if it diverged."""
@@ -235,6 +235,11 @@ class Race(NamedTuple):
                 measure(rate * factor, outer)
         return min(tried, key=lambda setting: tried[setting]), tried
 
+    def ends(self, name: str, setting: Setting, steps: int, target: float) -> bool:
+        """Return whether the first seed of a row reaches the target in so many steps, or diverges."""
+        first = self.curve(name, setting, 0, steps)
+        return first is None or steps_to(first.losses, target) < math.inf
+
     def seeds(self, name: str) -> range:
         """Return the seeds of a row."""
         return range(1 if self.smoke or (self.task.sure and name not in self.task.sure) else SEEDS)
@@ -248,11 +253,11 @@ class Race(NamedTuple):
     def result(self, name: str, target: float = math.inf) -> "Result":
         """Tune a row and train it with its seeds, for the fewest steps with which its first seed reaches the target."""
         setting, tried = self.tune(name)
-        for length in LENGTHS[:1] if self.smoke or name == FP32 else LENGTHS:
-            steps = round(length * self.steps)
-            first = self.curve(name, setting, 0, steps)
-            if first is None or steps_to(first.losses, target) < math.inf:
-                break
+        lengths = LENGTHS[:1] if self.smoke or name == FP32 else LENGTHS
+        steps = next(
+            (steps for steps in (round(length * self.steps) for length in lengths) if self.ends(name, setting, steps, target)),
+            round(lengths[-1] * self.steps),
+        )
         return Result(setting, tried, steps, [self.curve(name, setting, seed, steps) for seed in self.seeds(name)])
 
 
