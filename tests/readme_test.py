@@ -16,13 +16,7 @@ from tests.runs import trainer_of
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
 
-WHOLE_RUN, OWN_LOOP = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-
-
-def test_the_whole_run_of_the_readme_learns():
-    scope: dict = {}
-    exec(WHOLE_RUN.replace('"topology=ring', '"model=mlp,steps=60,topology=ring'), scope)  # a ResNet takes longer to compile
-    assert scope["trainer"].evaluate(scope["state"]).averaged["accuracy"] > 0.8
+(OWN_LOOP,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
 def test_the_own_loop_of_the_readme_learns():
@@ -58,5 +52,5 @@ def test_every_dependency_is_explained():
         for line in (README.parent / name).read_text().splitlines()
         if line and not line.startswith("#")
     ]
-    table = README.read_text().split("## Dependencies")[1]
+    table = (README.parent / "CONTRIBUTING.md").read_text().split("## Dependencies")[1]
     assert [name for name in names if not re.search(rf"[| ,]{re.escape(name)}[ ,|]", table)] == []
