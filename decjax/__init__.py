@@ -2,7 +2,8 @@
 
 A training method is composed of small, pure parts, each usable alone. From the bottom up:
 
-    arguments   checks of a function's arguments against its annotations                standard library only
+    options     types and ranges of options; checks of arguments against annotations   standard library only
+    typing      aliases for annotations                                                JAX
     registry    parts by name; a part's signature is its section of a config           standard library only
     errors      user and environment errors, and their texts                           standard library only
     files       bounded reads and atomic writes of files                               standard library only
@@ -10,8 +11,9 @@ A training method is composed of small, pure parts, each usable alone. From the 
     topology    communication graphs: who sends to whom in each step                   NumPy only
     schedules   pipeline schedules: which stage computes what in each tick             NumPy only
     costmodel   predicted time per iteration of a method on a cluster                  NumPy only
-    mesh        workers as axes of a device mesh, and the collectives along them       JAX from here on
-    hlo         the messages of a compiled program, read from its text
+    program     slices of traced programs; the messages of compiled ones               JAX from here on
+    mesh        workers as axes of a device mesh, and the collectives along them
+    noise       cheap random numbers, for rounding and dropout
     buckets     a pytree as a few flat arrays
     principal   the directions in which samples vary most
     codecs      message formats: casts, quantization, sparsification, low rank
@@ -20,8 +22,8 @@ A training method is composed of small, pure parts, each usable alone. From the 
     gossip      mixing parameters over a topology
     reduce      averaging gradients over all workers, compressed or not
     optim       optax transformations built on `gossip` and `reduce`, and the methods that a config names
-    models      Flax models; they depend on nothing else here
-    tasks       what is trained on: a model's loss, data for each worker, metrics
+    models      Flax models; they contain nothing about workers
+    tasks       what is trained: a model's loss, data for each worker, metrics
     pipeline    gradients of a model, whole or divided into stages
     config      from a ConfigDict to a checked specification of a run
     train       the train step, the trainer, and the training loop in a work directory

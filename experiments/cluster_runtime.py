@@ -138,8 +138,8 @@ def main() -> None:
     between, workload = interpolate(profiles[0], profiles[1], (wanted - low) / (high - low)), average(*workloads)
     jittered, errors = paused(workload, measured_s["pause"][ALONE], FLAGS.jitter_ms / 1e3), []
     for kind, assumed in (("as it is", workload), ("jitter", jittered)):
-        modelled = methods.modelled().items()
-        predicted_s = {name: costmodel.predict(between, assumed, method).mean_s for name, method in modelled}
+        modeled = methods.modeled().items()
+        predicted_s = {name: costmodel.predict(between, assumed, method).mean_s for name, method in modeled}
         script.show(f"{FLAGS.predict_at}, {kind}", tabulate(measured_s[kind], predicted_s))
         errors += [abs(predicted_s[name] / step_s - 1) for name, step_s in measured_s[kind].items()]
     script.show(f"error: median {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %")

@@ -34,7 +34,7 @@ _OUT = flags.DEFINE(command.FIGURE, "out", None, "Where to write the figure, suc
 _MARKDOWN = flags.DEFINE_bool("markdown", False, "Print the table as Markdown.")
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
-LINES = ("-", "--", ":")  # for more runs than colours
+LINES = ("-", "--", ":")  # for more runs than colors
 SMOOTHED_SHARE = 20  # the running mean is over 1/20 of the logged values
 
 UNINFORMATIVE = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes")  # fields that do not change the training

@@ -71,10 +71,10 @@ def rows(batch_size: int) -> list[Row]:
 
 def predict(profile: costmodel.Cluster, workload: costmodel.Workload) -> dict[str, float]:
     """Return the predicted seconds per step of every row of decjax, from the measured profile."""
-    modelled = {name: method for name, method in methods.modelled().items() if name in EXACT}
+    modeled = {name: method for name, method in methods.modeled().items() if name in EXACT}
     named = {text: name for name, text in SHORTHANDS.items()}
-    modelled |= {named[form.name]: costmodel.compressed(form) for form in workload.compressed}
-    return {name: costmodel.predict(profile, workload, method).mean_s for name, method in modelled.items()}
+    modeled |= {named[form.name]: costmodel.compressed(form) for form in workload.compressed}
+    return {name: costmodel.predict(profile, workload, method).mean_s for name, method in modeled.items()}
 
 
 def checks(measured: Measured, predicted_s: dict[str, float]) -> list[Check]:

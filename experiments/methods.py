@@ -17,7 +17,7 @@ SHORTHANDS = {
 }
 
 
-def modelled(hosts: int = HOSTS) -> dict[str, costmodel.Method]:
+def modeled(hosts: int = HOSTS) -> dict[str, costmodel.Method]:
     """Return the cost model's descriptions of these methods for so many hosts."""
     one_peer = topology.make("one_peer_exponential", hosts)
     return {

@@ -179,7 +179,7 @@ def summary(rows: list[tuple[str, int, np.ndarray]]) -> str:
 def plot(path: str, rows: list[tuple[str, int, np.ndarray]]) -> None:
     """Draw a panel per cluster: predictions as lines, measurements as points."""
     caption = (
-        "points: measured (arXiv 2410.11998, Fig. 6); lines: predicted, fitted to the points; grey: sizes that were not fitted"
+        "points: measured (arXiv 2410.11998, Fig. 6); lines: predicted, fitted to the points; gray: sizes that were not fitted"
     )
     colors, markers = ("#0072B2", "#CC79A7", "#D55E00", "#009E73"), ("o", "D", "s", "^")
     names = list(dict.fromkeys(name for name, _, _ in rows))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from experiments.trials import Trial
 
-FACTOR, MOST_RATES = 2.0, 8  # ratio of neighbouring rates; maximum size of a grid
+FACTOR, MOST_RATES = 2.0, 8  # ratio of neighboring rates; maximum size of a grid
 _ROUNDING = 1e-9  # Intervals that touch, such as those of counts, overlap whatever their last bits are.
 
 

@@ -47,7 +47,7 @@ def predict(steady_s: dict[str, float], hosts: int, jitter_s: float) -> dict[str
     link = costmodel.Link(hop_s, 1e12)  # The messages are tiny.
     emulated = costmodel.Cluster("emulated", hosts, 1, link, link)
     workload = costmodel.Workload(steady_s[ALONE], (0.0,), (1.0,), jitter=costmodel.Jitter("exponential", scale_s=jitter_s))
-    known = methods.modelled(hosts)
+    known = methods.modeled(hosts)
     return {name: costmodel.predict(emulated, workload, known[name]).mean_s for name in METHODS}
 
 

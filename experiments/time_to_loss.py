@@ -230,10 +230,10 @@ def predict(path: pathlib.Path) -> dict[str, float]:
     """
     cluster_, workload = costmodel.load(path)
     assert workload is not None  # Calibration always writes one.
-    known = methods.modelled(HOSTS)
+    known = methods.modeled(HOSTS)
     exact, coded = known[ONE_PEER], costmodel.compressed(workload.compressed[0])
-    modelled = {SYNC: known[SYNC], STALE: known[STALE], ONE_PEER: exact, ACCUM: exact, INT8: coded, ACCUM_INT8: coded}
-    return {name: costmodel.predict(cluster_, workload, method).mean_s for name, method in modelled.items()}
+    modeled = {SYNC: known[SYNC], STALE: known[STALE], ONE_PEER: exact, ACCUM: exact, INT8: coded, ACCUM_INT8: coded}
+    return {name: costmodel.predict(cluster_, workload, method).mean_s for name, method in modeled.items()}
 
 
 def train(network: cluster.Network, out: pathlib.Path, setup: Setup, tuned: dict[str, Tuned], rounds: int) -> None:

@@ -127,7 +127,7 @@ def _end(job: Job) -> list[str]:
     check, array = gpus if job.gpus_per_node else "true", ' --array="$SLURM_ARRAY_TASK_ID"' if job.array else ""
     return f"""\
 case $code in 0 | 2 | 4) exit "$code" ;; esac  # finished, invalid command, or diverged
-# A cancelled job is not restarted.
+# A canceled job is not restarted.
 [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --states=RUNNING | wc -l)" -gt 0 ] || exit "$code"
 # Saved before the time limit or after scancel --signal=TERM: requeue.
 if [ "$code" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; exit "$code"; fi

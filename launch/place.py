@@ -172,7 +172,7 @@ def draw(path: str, links: placement.Links, best: placement.Placement, random_s:
     if best.compute_s:
         left.barh(names[1:], [row.placed.compute_s for row in rows], color="0.7")
     left.invert_yaxis()
-    left.set_xlabel("seconds of an iteration" + (" (grey: computing)" if best.compute_s else ""))
+    left.set_xlabel("seconds of an iteration" + (" (gray: computing)" if best.compute_s else ""))
     left.spines[["top", "right"]].set_visible(False)
     order, (S, W) = best.layout.ravel(), best.layout.shape
     mbit = 8e-6 * links.bandwidth_Bps[np.ix_(order, order)]

@@ -303,5 +303,5 @@ def test_task_keeps_the_contract():
 
 def test_points_are_on_two_half_circles():
     batch = example("task").Moons(noise=0.0).load(4, 64, 0).batch(worker=2, step=7)
-    centre_Bx2 = np.where(batch["y"][:, None] == 1, [1.0, 0.5], [0.0, 0.0])
-    np.testing.assert_allclose(np.hypot(*(batch["x"] - centre_Bx2).T), 1.0, atol=1e-6)
+    center_Bx2 = np.where(batch["y"][:, None] == 1, [1.0, 0.5], [0.0, 0.0])
+    np.testing.assert_allclose(np.hypot(*(batch["x"] - center_Bx2).T), 1.0, atol=1e-6)

@@ -111,4 +111,4 @@ def test_stragglers_model_orders_the_methods():
     assert (
         predicted[stragglers.ALONE] < predicted["one-peer exponential"] < predicted[stragglers.STALE] < predicted[stragglers.SYNC]
     )
-    assert isinstance(methods.modelled(8)[stragglers.STALE], costmodel.Method)
+    assert isinstance(methods.modeled(8)[stragglers.STALE], costmodel.Method)

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "topology": {"options", "registry"},
     "schedules": {"options"},
     "program": {"typing"},
-    "costmodel": {"options", "files", "topology", "schedules"},
+    "costmodel": {"options", "files", "topology"},
     "mesh": {"options", "typing", "program"},
     "phases": set(),
     "buckets": {"typing"},
@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "reduce": BASE,
     "optim": {"options", "typing", "gossip", "reduce", "mesh", "buckets", "channel", "phases", "registry"},
     "pipeline": BASE | {"principal", "reduce", "schedules"},
-    "models": {"options", "typing", "registry", "noise", "principal"},
+    "models": {"options", "typing", "registry"},
     "tasks": {"options", "typing", "models", "registry", "files"},
 }
 MAY_IMPORT["config"] = set(MAY_IMPORT)
@@ -84,7 +84,6 @@ OUTSIDE = {
                 "typing",
             )
         ),
-        "decjax.contrib.compress",
         "launch",
     ),
     "configs": ("configs", "decjax.config", "decjax.registry"),
@@ -138,12 +137,12 @@ HOMONYMS = {
 
 # Retired names -> the modules that may still contain them.
 RETIRED = {
-    "rematerialize": ("decjax.config.legacy",),  # "remat"
-    "critical": ("decjax.config.legacy",),  # "epilogue"
-    "axis_name": ("decjax.config.legacy", "decjax.mesh"),  # a `mesh.Axis`; JAX has arguments of this name
-    "FLEETING": ("decjax.config.legacy",),
-    "TreeCodec": ("decjax.config.legacy",),
-    "decjax.runtime": ("decjax.config.legacy",),  # `decjax.costmodel`
+    "rematerialize": (),  # "remat"
+    "critical": (),  # "epilogue"
+    "axis_name": ("decjax.mesh",),  # a `mesh.Axis`; JAX has arguments of this name
+    "FLEETING": (),
+    "TreeCodec": (),
+    "decjax.runtime": (),  # `decjax.costmodel`
 }
 
 
@@ -341,7 +340,7 @@ def test_retired_names_are_gone(module, path):
         ("decjax.config.resolve", "from decjax.runtime import plan", {"decjax.runtime"}),
         ("configs.lm", "config.boundary.when = 'critical'  # rematerialize", {"critical"}),
         ("launch.train", 'def f(axis_name): "On a critical path."', {"axis_name"}),
-        ("decjax.config.legacy", "old = 'critical'", set()),
+        ("decjax.mesh.axis", "def f(axis_name): ...", set()),
     ],
 )
 def test_a_retired_name_is_seen(module, source, words):
@@ -353,7 +352,7 @@ def test_a_retired_name_is_seen(module, source, words):
     [
         ("decjax.gossip", "from configs import lm", "configs.lm"),
         ("decjax.gossip", "from decjax import config", "decjax.config"),
-        ("decjax.config.assemble", "from decjax import train", "decjax.train"),
+        ("decjax.config.setup", "from decjax import train", "decjax.train"),
         ("decjax.train.run", "from decjax import measure", "decjax.measure"),
         ("decjax.train.run", "import ml_collections", "ml_collections"),
         ("decjax.train.run", "from decjax.contrib import placement", "decjax.contrib.placement"),

@@ -24,7 +24,7 @@ def streaming(mean=reduce.mean, **options):
 
 def dense(fragments, delay, merge, code=None):
     """Fragment p is captured before step s ≡ pH/P, and merged after step s + τ − 1; with τ = 0 before step s."""
-    direction, x, anchor, m, path, travelling = Adam(), START, X0.copy(), np.zeros_like(X0), [START], []
+    direction, x, anchor, m, path, traveling = Adam(), START, X0.copy(), np.zeros_like(X0), [START], []
     error = np.zeros((N, len(X0)))
     for s in range(STEPS + 1):
         for p, own in enumerate(FRAGMENTS[fragments]):
@@ -36,19 +36,19 @@ def dense(fragments, delay, merge, code=None):
                         sent = np.stack([code(row) for row in anchor[piece] - x[:, piece] + error[:, piece]])
                         error[:, piece] += anchor[piece] - x[:, piece] - sent
                         change[:, np.isin(own, piece)] = sent
-                travelling.append((s + delay, own, change.mean(axis=0)))
+                traveling.append((s + delay, own, change.mean(axis=0)))
         if s and not delay:
-            path[-1] = x = merged(travelling, s, x, anchor, m, merge)
+            path[-1] = x = merged(traveling, s, x, anchor, m, merge)
         if s == STEPS:
             return np.stack(path)
         x = x - LR * direction(gradients(x, s))
-        x = merged(travelling, s + 1, x, anchor, m, merge) if delay else x
+        x = merged(traveling, s + 1, x, anchor, m, merge) if delay else x
         path.append(x)
 
 
-def merged(travelling, now, x, anchor, m, merge):
+def merged(traveling, now, x, anchor, m, merge):
     x = x.copy()
-    for due, own, delta in travelling:
+    for due, own, delta in traveling:
         if due == now:
             m[own] = 0.9 * m[own] + delta
             anchor[own] -= 0.7 * (delta + 0.9 * m[own])

@@ -103,7 +103,7 @@ class Layers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageMessages:
-    """The section `boundary`: compressed messages between pipeline stages; see `pipeline.coded`.
+    """The section `boundary`: compressed messages between pipeline stages; see `pipeline.boundary`.
 
     Attributes:
         backward: codec of the gradients; empty: uncompressed.

@@ -7,7 +7,7 @@ With E the R principal directions of a sample of outputs y around their mean μ,
 
 For the sample the mean squared error of y is the sum of the eigenvalues that are discarded, the least that a projection of rank R can
 have; singular value decomposition gives the matrix of rank R nearest to W, whatever x is. A table counts by how often each of its rows
-is read. A layer without bias cannot store μ: its second moments are not centred.
+is read. A layer without bias cannot store μ: its second moments are not centered.
 
 Reference: Yu et al. 2024, arXiv 2405.18146; Yu and Wu 2023, doi 10.1609/aaai.v37i9.26304 (algorithm 1). There is no training afterwards
 here, and no activation between the two factors; both papers have the former, the first the latter.

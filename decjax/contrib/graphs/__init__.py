@@ -2,7 +2,7 @@
 
 task       the task
 model      the interface of models that classify a graph's nodes, and a graph convolution network
-data       graphs with labelled nodes
+data       graphs with labeled nodes
 partition  how the nodes are divided between the workers
 uneven     local steps, of which slow workers take fewer
 """

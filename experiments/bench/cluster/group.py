@@ -41,7 +41,7 @@ def _pipes(child: processes.Child) -> tuple[IO[str], IO[str]]:
 
 
 class Group:
-    """The processes of one system on the hosts of a network; processes with neighbouring indices share a host.
+    """The processes of one system on the hosts of a network; processes with neighboring indices share a host.
 
     Args:
         network: the hosts.
