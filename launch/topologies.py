@@ -3,7 +3,7 @@
     python -m launch.topologies --workers=12
     python -m launch.topologies --workers=16 --local_size=4 --plot --out=topologies.png
 
-Columns: rounds in a period; maximum number of neighbours in a round; parameter-sized messages that a worker sends per step (mean);
+Columns: rounds in a period; maximum number of neighbors in a round; parameter-sized messages that a worker sends per step (mean);
 spectral gap 1 − ‖W − J/n‖₂ of the worst round, and of the product over a period (1: exact averaging); rounds until the average is
 exact, from phase 0. Topologies that do not exist for the number of workers or the options follow with the reason.
 """
@@ -23,10 +23,10 @@ FLAGS = flags.FLAGS
 _OPTIONS = {
     "local_size": flags.DEFINE_integer("local_size", None, "Workers per node (AER, hierarchical)."),
     "outer": flags.DEFINE_string("outer", None, "Graph between nodes (hierarchical)."),
-    "k": flags.DEFINE_integer("k", None, "Maximum number of neighbours per round (base_k)."),
+    "k": flags.DEFINE_integer("k", None, "Maximum number of neighbors per round (base_k)."),
     "shape": flags.DEFINE_list("shape", None, "Rows,columns (torus, one_peer_torus)."),
     "pairwise": flags.DEFINE_boolean("pairwise", None, "i <-> i XOR 2^k (one_peer_exponential)."),
-    "degree": flags.DEFINE_integer("degree", None, "Neighbours (random_digraph, equitopo_d, equitopo_u)."),
+    "degree": flags.DEFINE_integer("degree", None, "Neighbors (random_digraph, equitopo_d, equitopo_u)."),
     "rounds": flags.DEFINE_integer("rounds", None, "Length of random schedules, and of sun's."),
     "seed": flags.DEFINE_integer("seed", None, "Seed of random graphs."),
     "p": flags.DEFINE_float("p", None, "Edge probability (erdos_renyi)."),

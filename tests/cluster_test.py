@@ -369,7 +369,7 @@ def test_two_hosts_train_over_their_links(tmp_path):
 
 
 @needs_namespaces
-def test_processes_of_a_host_are_neighbours_and_see_each_other(tmp_path):
+def test_processes_of_a_host_are_neighbors_and_see_each_other(tmp_path):
     (tmp_path / "tell.py").write_text(
         textwrap.dedent("""
         import os, pathlib, socket, sys

@@ -10,7 +10,7 @@ from tests import several_runs
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 DEVICES = "digits:simulate=false,workers=4"
 KINDS = {
-    "parameters with a neighbour": "topology=one_peer_exponential",
+    "parameters with a neighbor": "topology=one_peer_exponential",
     "trackers, and rounds until replicas agree": "method=tracking,mixer=consensus_control,order=atc,topology=ring",
     "sums along a tree": "mixer=relay,topology=double_binary_tree",
     "weights, a step late": "mixer=overlap_push_sum,topology=directed_exponential",

@@ -97,7 +97,7 @@ def test_slowmo_without_momentum_is_local_sgd():
     close(trajectory(gossiping)[0], expected, 1e-14)
 
 
-# -- Outer steps with neighbours --------------------------------------------------------------------------------------
+# -- Outer steps with neighbors ---------------------------------------------------------------------------------------
 
 
 def dense_gossip(W_of, eta, mu):

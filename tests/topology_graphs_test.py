@@ -349,7 +349,7 @@ def test_a_sun_of_centres_is_complete_and_wrong_numbers_are_refused():
 
 
 @pytest.mark.parametrize("n", [2, 7, 8])
-def test_binary_trees_have_few_neighbours_and_share_the_work(n):
+def test_binary_trees_have_few_neighbors_and_share_the_work(n):
     one, two = tp.make("binary_tree", n), tp.make("double_binary_tree", n)
     assert one.max_degree <= 3 and one.round(0) == two.round(0)
     edges = [{(i, j) for i, j in np.argwhere(two.matrix(t)).tolist() if i < j} for t in range(2)]
