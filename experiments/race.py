@@ -13,17 +13,19 @@ Four workers, one per emulated host. Time to target is the product of two measur
 2. *Seconds per step*, from real processes on the emulated cluster, measured by `experiments.race_steps` at several bandwidths and
    added to TASK_steps.json.
 
-The targets are losses of the first row, fp32 all-reduce: its final loss and its loss after half of the steps. This command measures
-loss against steps.
+The targets are losses of the first row, fp32 all-reduce: its final loss and its loss after half of the steps, of the worst seed, so
+that all of its seeds reach them. Without `--step_times`, the file of the second measurement, the command ends with losses and steps.
 """
 
 from collections.abc import Mapping
 import math
 import pathlib
+import statistics
 from typing import Any, NamedTuple
 
 from absl import flags
 
+from decjax import files
 from experiments import script, seeds, sweep, trials
 from experiments.methods import HOSTS
 from experiments.results_log import ResultsLog
@@ -36,6 +38,7 @@ LENGTHS = (1.0, 1.5, 2.0)  # of a row's runs, relative to the first row's
 FINE = 2**0.5  # ratio of the last learning rates that are tried
 
 REDUCE, LOCAL, GOSSIP = "all-reduce", "local steps", "gossip"  # families, each with a color
+FAMILY_COLORS = {REDUCE: script.COLORS[1], LOCAL: script.COLORS[2], GOSSIP: script.COLORS[0]}
 FP32 = "all-reduce fp32"
 ONE_PEER, INT4 = "topology=one_peer_exponential", "reducer=codec,codec=int4"
 ADAMW, MUON = "adamw", "muon"
@@ -245,10 +248,9 @@ class Race(NamedTuple):
         return range(1 if self.smoke or (self.task.sure and name not in self.task.sure) else SEEDS)
 
     def targets(self, curves: Mapping[str, "Result"]) -> tuple[float, float]:
-        """Return the losses that the first row has at the end and after half of its steps, means over its seeds."""
+        """Return the losses that the first row has at the end and after half of its steps, the largest over its seeds."""
         first = [curve for curve in curves[FP32].curves if curve]
-        last, half = zip(*((curve.last, loss_at(curve.losses, self.steps / 2)) for curve in first))
-        return sum(last) / len(last), sum(half) / len(half)
+        return max(curve.last for curve in first), max(loss_at(curve.losses, self.steps / 2) for curve in first)
 
     def result(self, name: str, target: float = math.inf) -> "Result":
         """Tune a row and train it with its seeds, for the fewest steps with which its first seed reaches the target."""
@@ -301,6 +303,109 @@ def _steps(value: float) -> str:
     return "never" if math.isinf(value) else f"{value:.0f}"
 
 
+# -- With the seconds of a step ---------------------------------------------------------------------------------------
+
+
+class Finish(NamedTuple):
+    """When a row reaches a target.
+
+    Attributes:
+        times_s: one for each seed; infinite: never.
+        speedups: the first row's mean time, divided by each.
+    """
+
+    times_s: list[float]
+    speedups: list[float]
+
+    @property
+    def reached(self) -> bool:
+        """Whether all seeds reach the target."""
+        return bool(self.times_s) and all(map(math.isfinite, self.times_s))
+
+
+def step_times(path: str, rate: str) -> dict[str, float]:
+    """Return the median seconds per step of each row at a rate, as `experiments.race_steps` measured them."""
+    measured = files.read_json(pathlib.Path(path))
+    if rate not in measured:
+        raise trials.Broken(
+            f"{path} has no step times at {rate}, only at {', '.join(measured)}; measure them with experiments.race_steps"
+        )
+    return {name: statistics.median(numbers["step_s"]) for name, numbers in measured[rate].items()}
+
+
+def finishes(results: Mapping[str, Result], step_s: Mapping[str, float], target: float) -> dict[str, Finish]:
+    """Return when each row with a step time reaches a target."""
+    times_s = {
+        name: [step_s[name] * steps_to(curve.losses, target) for curve in result.curves if curve]
+        for name, result in results.items()
+        if name in step_s
+    }
+    first_s = statistics.fmean(times_s[FP32])
+    return {name: Finish(times, [first_s / time_s for time_s in times]) for name, times in times_s.items()}
+
+
+def tabulate_times(race: Race, results: Mapping[str, Result], step_s: Mapping[str, float]) -> script.Table:
+    """Return step times, times to both targets with the interval of the mean, and losses at equal time."""
+    targets = race.targets(results)
+    end_s = race.steps * step_s[FP32]
+    columns = [f"speed-up to {target:.3f}" for target in targets]
+    table = script.table("", "ms per step", f"loss after {end_s:.0f} s", "time to target, s", *columns, "setting")
+    ends = [finishes(results, step_s, target) for target in targets]
+    for name, result in results.items():
+        if name not in step_s:
+            continue
+        at_end = [loss_at(curve.losses, end_s / step_s[name]) for curve in result.curves if curve]
+        table.add_row(
+            name,
+            script.ms(step_s[name]),
+            seeds.spread(at_end).text(3),
+            _mean(ends[0][name].times_s, 0),
+            *(_mean(of[name].speedups, 2) if of[name].reached else "never" for of in ends),
+            f"{result.setting}, {result.steps} steps",
+        )
+    return table
+
+
+def _mean(values: list[float], digits: int) -> str:
+    """Return the mean and the half of its interval; "never" if a value is infinite."""
+    if not values or not all(map(math.isfinite, values)):
+        return "never"
+    spread = seeds.spread(values)
+    return f"{spread.mean:.{digits}f}" + (f" ± {spread.error:.{digits}f}" if spread.size > 1 else "")
+
+
+def _color(name: str) -> str:
+    return "0.2" if name == FP32 else FAMILY_COLORS[ROWS[name].family]
+
+
+def draw(path: str, race: Race, results: Mapping[str, Result], step_s: Mapping[str, float]) -> None:
+    """Draw the loss against time of the fastest row of each family and optimizer, and the speed-up of all rows to the first target."""
+    target, _ = race.targets(results)
+    ends = finishes(results, step_s, target)
+    ranked = sorted((name for name in ends if ends[name].reached), key=lambda name: statistics.fmean(ends[name].times_s))
+    lead: dict[tuple[str, str], str] = {}
+    for name in (FP32, *ranked):
+        lead.setdefault((ROWS[name].family, ROWS[name].optimizer) if name != FP32 else ("", ""), name)
+    with script.panels(path, 2, (11.0, 4.8), "lower is better (left); longer is better (right)") as (curves, bars):
+        for name in lead.values():
+            curve = next(curve for curve in results[name].curves if curve)
+            x_s = [step_s[name] * step for step, _ in curve.losses]
+            style = dict(color=_color(name), linestyle="-" if ROWS[name].optimizer == ADAMW else "--")
+            curves.plot(x_s, [loss for _, loss in curve.losses], linewidth=1.7, label=name, **style)
+        curves.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
+        curves.set(xscale="log", xlabel="seconds of training", ylabel=f"validation loss, {race.task.unit}")
+        curves.set_ylim(top=min(curves.get_ylim()[1], 2.5 * target))
+        curves.legend(frameon=False, fontsize=8)
+        means = [statistics.fmean(ends[name].speedups) for name in ranked]
+        errors = [0.0 if len(ends[name].speedups) < 2 else seeds.spread(ends[name].speedups).error for name in ranked]
+        colors = [_color(name) for name in ranked]
+        bars.barh(range(len(ranked)), means, xerr=errors, color=colors, height=0.7, error_kw=dict(linewidth=1, ecolor="0.3"))
+        bars.set_yticks(range(len(ranked)), ranked, fontsize=8)
+        bars.invert_yaxis()
+        bars.axvline(1.0, color="0.3", linewidth=0.8)
+        bars.set(xlabel=f"speed-up over {FP32} to a loss of {target:.3f}")
+
+
 def main() -> None:
     out = script.folder() / FLAGS.task
     script.check_names("row", FLAGS.row, ROWS)
@@ -314,12 +419,24 @@ def main() -> None:
     target, _ = race.targets(results)
     others = race.log.pool.map(lambda name: race.result(name, target), names[1:])
     results |= dict(zip(names[1:], others, strict=True))
+    if not FLAGS.step_times:
+        script.show(tabulate(race, results))
+        return
+    step_s = step_times(FLAGS.step_times, race.task.rate)
     script.show(tabulate(race, results))
+    table = tabulate_times(race, results, step_s)
+    script.show(table)
+    rows = {
+        name: result._asdict() | {"tried": {str(key): loss for key, loss in result.tried.items()}}
+        for name, result in results.items()
+    }
+    script.publish(f"race_{FLAGS.task}", table, lambda path: draw(path, race, results, step_s), step_s=step_s, **rows)
 
 
 if __name__ == "__main__":
     script.define("out", "row", "results", "pages", "smoke")
     flags.DEFINE_enum("task", "lm", list(TASKS), "Task to learn.")
+    flags.DEFINE_string("step_times", None, "File of experiments.race_steps; none: loss against steps only.")
     flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files, for --task=translation.")
     flags.DEFINE_integer("together", trials.TOGETHER, "Runs at a time.", lower_bound=1)
     script.run(main, sweep.ERRORS)

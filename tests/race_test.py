@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from experiments import race, race_steps
+from experiments import race, race_steps, script, trials
 from tests import commands
 
 
@@ -37,6 +37,33 @@ def test_rows_are_tuned_alike(monkeypatch, tmp_path, outer, trials):
     monkeypatch.setitem(race.ROWS, "row", race.Row("", race.LOCAL, outer=outer))
     best, tried = race.Race(race.TASKS["lm"], tmp_path, None, "", smoke=False).tune("row")
     assert best == race.Setting(0.0226, "1.0, 0.0" if outer else "") and len(tried) == trials == len(set(asked))
+
+
+def test_time_to_target_is_steps_times_seconds(tmp_path):
+    """A row with steps half as long is twice as fast; one that never reaches the target has no speed-up."""
+    losses = [(step, 3.0 - step / 1250) for step in range(50, 2501, 50)]
+    higher = [(step, loss + 0.5) for step, loss in losses]
+    curves = {race.FP32: losses, "gossip int8": losses, "gossip bf16": higher}
+    results = {
+        name: race.Result(race.Setting(0.01), {race.Setting(0.01): 1.0}, 2500, [race.Curve(2500, each, 1.0)] * 2)
+        for name, each in curves.items()
+    }
+    (times := tmp_path / "steps.json").write_text(
+        json.dumps({"20mbit": {name: {"step_s": [0.4, 0.2, 0.4]} if name == race.FP32 else {"step_s": [0.2]} for name in curves}})
+    )
+    step_s = race.step_times(str(times), "20mbit")
+    assert step_s[race.FP32] == 0.4
+    of_task = race.Race(race.TASKS["lm"], tmp_path, None, "", smoke=False)
+    assert of_task.targets(results) == (1.0, 2.0)
+    ends = race.finishes(results, step_s, 2.0)
+    assert ends["gossip int8"].times_s == pytest.approx([250, 250]) and ends["gossip int8"].speedups == pytest.approx([2, 2])
+    assert ends["gossip bf16"].reached and not race.finishes(results, step_s, 1.0)["gossip bf16"].reached
+    text = script.markdown(race.tabulate_times(of_task, results, step_s))
+    assert "never" in text and "2.00 ± 0.00" in text and "500 ± 0" in text
+    race.draw(str(tmp_path / "race.png"), of_task, results, step_s)
+    assert (tmp_path / "race.png").stat().st_size > 10_000
+    with pytest.raises(trials.Broken, match="has no step times at 5mbit, only at 20mbit"):
+        race.step_times(str(times), "5mbit")
 
 
 def test_a_race_of_tiny_models(tmp_path):
