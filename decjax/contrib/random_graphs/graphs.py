@@ -54,8 +54,8 @@ def _matcha(n: Workers, base: str = "ring", budget: Share = 0.5, rounds: Period 
 
     A round is W = I − α Σ_active L_j, where matching j with Laplacian L_j is active with probability p_j, independently. The p_j
     maximize the algebraic connectivity λ2(Σ p_j L_j) of the expected graph, and α minimizes ‖E[WᵀW] − J/n‖. The sequence is drawn
-    once and repeats. Differences from the paper: α is at most 1/Δ, so
-    that weights stay nonnegative, and probabilities come from projected supergradient ascent.
+    once and repeats. Differences from the paper: α is at most 1/Δ, so that weights stay nonnegative, and probabilities come from
+    projected supergradient ascent.
 
     Args:
         base: the static undirected graph that is split, in call form, as "ring" or "torus(shape=(2,4))".
