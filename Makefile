@@ -1,5 +1,5 @@
-# make train    the main job, in runs/lm       make train JAX=cuda13 on NVIDIA GPUs
-# make test     what a change usually breaks: minutes
+# make train    trains a small language model, in runs/lm; make train JAX=cuda13 on NVIDIA GPUs
+# make test     quick tests: minutes
 # make test-all all tests: also processes, kills, full disks, and programs as users compile them;
 #               what a TPU's compiler makes of a step, which needs no TPU, but a download of its compiler
 # make lint     style and types
@@ -11,7 +11,7 @@ PYTHON ?= python3
 JAX ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Beside the environment, not in it: wherever JAX finds libtpu it looks for TPUs.
+# Outside of the environment's packages, because JAX looks for TPUs wherever it finds libtpu.
 AOT := $(abspath $(VENV))/aot
 INSTALLED := $(VENV)/installed$(if $(JAX),-$(JAX))
 CONFIG ?= configs/lm.py

@@ -53,7 +53,7 @@ def scale_by_accumulated_adam(
 
     Args:
         b1: β1 in [0, 1), decay of the first moment, per window. Adam's β1 to the power of s lets a gradient act for as many steps as
-            with Adam; where trainings are short, larger ones learn slowly.
+            with Adam; in short runs, a larger β1 learns slowly.
         b2: β2 in [0, 1), decay of the second moment, per window.
         eps: ε, added outside of the root.
         window: s ≥ 1 steps; about 4 for 8 workers, 8 for 16 to 32. A traced value (`optax.inject_hyperparams`) is not checked.
