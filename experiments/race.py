@@ -101,7 +101,6 @@ class Task(NamedTuple):
         unit: of the loss.
         fields: further fields of the config.
         score: entry of the summary for the score on test data; empty: none.
-        sure: rows with all seeds; the others have one. Empty: all rows.
     """
 
     config: str
@@ -114,7 +113,6 @@ class Task(NamedTuple):
     unit: str
     fields: Mapping[str, Any] = {}
     score: str = ""
-    sure: tuple[str, ...] = ()
 
 
 TASKS = {
@@ -196,7 +194,8 @@ class Race(NamedTuple):
     out: pathlib.Path
     log: ResultsLog
     data: str  # path; empty: the task's own
-    smoke: bool  # tiny models, few steps, one rate, one seed
+    smoke: bool  # tiny models, few steps, one rate
+    seeds: int = SEEDS  # runs of each row
 
     @property
     def steps(self) -> int:
@@ -243,13 +242,11 @@ class Race(NamedTuple):
         first = self.curve(name, setting, 0, steps)
         return first is None or steps_to(first.losses, target) < math.inf
 
-    def seeds(self, name: str) -> range:
-        """Return the seeds of a row."""
-        return range(1 if self.smoke or (self.task.sure and name not in self.task.sure) else SEEDS)
-
     def targets(self, curves: Mapping[str, "Result"]) -> tuple[float, float]:
         """Return the losses that the first row has at the end and after half of its steps, the largest over its seeds."""
         first = [curve for curve in curves[FP32].curves if curve]
+        if not first:
+            raise trials.Broken(f"all runs of {FP32} diverged, so there is no target; use smaller learning rates")
         return max(curve.last for curve in first), max(loss_at(curve.losses, self.steps / 2) for curve in first)
 
     def result(self, name: str, target: float = math.inf) -> "Result":
@@ -260,7 +257,7 @@ class Race(NamedTuple):
             (steps for steps in (round(length * self.steps) for length in lengths) if self.ends(name, setting, steps, target)),
             round(lengths[-1] * self.steps),
         )
-        return Result(setting, tried, steps, [self.curve(name, setting, seed, steps) for seed in self.seeds(name)])
+        return Result(setting, tried, steps, [self.curve(name, setting, seed, steps) for seed in range(self.seeds)])
 
 
 class Result(NamedTuple):
@@ -291,7 +288,7 @@ def tabulate(race: Race, results: Mapping[str, Result]) -> script.Table:
             name,
             f"{ended[0].sent:,.0f}" if ended else "",
             str(result.steps),
-            seeds.spread([curve.last for curve in ended]).text(3) if ended else "diverged",
+            seeds.spread([curve.last for curve in ended]).text(3) if len(ended) == len(result.curves) else "diverged",
             *(", ".join(_steps(steps_to(curve.losses, target)) for curve in ended) for target in targets),
             str(result.setting),
             "; ".join(f"{setting}: {loss:.3f}" for setting, loss in result.tried.items()),
@@ -336,7 +333,7 @@ def step_times(path: str, rate: str) -> dict[str, float]:
 def finishes(results: Mapping[str, Result], step_s: Mapping[str, float], target: float) -> dict[str, Finish]:
     """Return when each row with a step time reaches a target."""
     times_s = {
-        name: [step_s[name] * steps_to(curve.losses, target) for curve in result.curves if curve]
+        name: [step_s[name] * steps_to(curve.losses, target) if curve else math.inf for curve in result.curves]
         for name, result in results.items()
         if name in step_s
     }
@@ -354,11 +351,11 @@ def tabulate_times(race: Race, results: Mapping[str, Result], step_s: Mapping[st
     for name, result in results.items():
         if name not in step_s:
             continue
-        at_end = [loss_at(curve.losses, end_s / step_s[name]) for curve in result.curves if curve]
+        at_end = [loss_at(curve.losses, end_s / step_s[name]) if curve else math.nan for curve in result.curves]
         table.add_row(
             name,
             script.ms(step_s[name]),
-            seeds.spread(at_end).text(3),
+            "diverged" if any(map(math.isnan, at_end)) else seeds.spread(at_end).text(3),
             _mean(ends[0][name].times_s, 0),
             *(_mean(of[name].speedups, 2) if of[name].reached else "never" for of in ends),
             f"{result.setting}, {result.steps} steps",
@@ -413,17 +410,18 @@ def main() -> None:
         command.fail("--multi30k is missing; give the folder of Multi30k's parallel files")
     chosen = FLAGS.row or (SMOKE_ROWS if FLAGS.smoke else ROWS)
     names = [name for name in ROWS if name == FP32 or name in chosen]
-    data = FLAGS.multi30k or "" if FLAGS.task == "translation" else ""
-    race = Race(TASKS[FLAGS.task], out, ResultsLog.of(out, FLAGS.results, trials.Pool(FLAGS.together)), data, FLAGS.smoke)
+    if FLAGS.task != "translation" and FLAGS.multi30k:
+        command.fail(f"--multi30k={FLAGS.multi30k} has no effect with --task={FLAGS.task}; leave it out")
+    task, log = TASKS[FLAGS.task], ResultsLog.of(out, FLAGS.results, trials.Pool(FLAGS.together))
+    step_s = step_times(FLAGS.step_times, task.rate) if FLAGS.step_times else {}
+    race = Race(task, out, log, FLAGS.multi30k or "", FLAGS.smoke, 1 if FLAGS.smoke else FLAGS.seeds)
     results = {FP32: race.result(FP32)}
     target, _ = race.targets(results)
     others = race.log.pool.map(lambda name: race.result(name, target), names[1:])
     results |= dict(zip(names[1:], others, strict=True))
-    if not FLAGS.step_times:
-        script.show(tabulate(race, results))
-        return
-    step_s = step_times(FLAGS.step_times, race.task.rate)
     script.show(tabulate(race, results))
+    if not step_s:
+        return
     table = tabulate_times(race, results, step_s)
     script.show(table)
     rows = {
@@ -438,5 +436,6 @@ if __name__ == "__main__":
     flags.DEFINE_enum("task", "lm", list(TASKS), "Task to learn.")
     flags.DEFINE_string("step_times", None, "File of experiments.race_steps; none: loss against steps only.")
     flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files, for --task=translation.")
+    flags.DEFINE_integer("seeds", SEEDS, "Runs of each row.", lower_bound=1)
     flags.DEFINE_integer("together", trials.TOGETHER, "Runs at a time.", lower_bound=1)
     script.run(main, sweep.ERRORS)

@@ -49,7 +49,7 @@ def peers(task: race.Task) -> list[Row]:
     return [
         torch(TORCH_ALONE, "alone", **own),
         torch("PyTorch DDP fp32", "ddp", **own),
-        torch("PyTorch DDP bf16", "bfloat16", **own),
+        torch("PyTorch DDP fp16", "float16", **own),
         torch("PyTorch DDP, PowerSGD rank 4", "power_sgd", rank=4, bucket_cap_mb=1000, **own),
         torch("decent-dp one-peer exponential", "decent_dp", topology="one-peer-exp", period=2, **own),
     ]

@@ -251,7 +251,8 @@ def train(network: cluster.Network, out: pathlib.Path, setup: Setup, tuned: dict
                 continue
             if method in PEERS:
                 name, twin = PEERS[method]
-                code = twins.train(network, FLAGS.peers, name, measured(out, twin, seed), workdir)
+                config = json.loads((measured(out, twin, seed) / "config.json").read_text())
+                code = twins.train(network, FLAGS.peers, name, config, workdir)
             else:
                 code = network.run("launch.train", trial(method, setup, tuned[method], workdir, seed, simulate=False).arguments)
             if code == command.DIVERGED:

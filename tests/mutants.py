@@ -28,7 +28,7 @@ import tempfile
 import xml.etree.ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGES = "gossip reduce codecs optim topology mesh train elastic config".split()
+PACKAGES = "gossip reduce codecs optim topology mesh train elastic config contrib".split()
 SWAPPED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot,
     ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
@@ -158,7 +158,7 @@ def main() -> None:
     rng, out = random.Random(arguments.seed), pathlib.Path(arguments.out)
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     files_of = {
-        name: sorted(path for path in (ROOT / "decjax" / name).glob("*.py") if path.name != "__init__.py") for name in PACKAGES
+        name: sorted(path for path in (ROOT / "decjax" / name).rglob("*.py") if path.name != "__init__.py") for name in PACKAGES
     }
     known = Tests(arguments.coverage, arguments.durations)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -182,7 +182,7 @@ def main() -> None:
     survivors = [row for row in rows if row["fate"].startswith(("survived", "unknown"))]
     for row in survivors:
         print("", f"{row['file']}: {row['fate']}", *row["diff"], sep="\n")
-    print(f"\n{len(rows) - len(survivors)} of {len(rows)} killed:", dict(collections.Counter(row["kind"] for row in rows)))
+    print(f"\n{len(rows) - len(survivors)} of {len(rows)} killed; kinds:", dict(collections.Counter(row["kind"] for row in rows)))
 
 
 if __name__ == "__main__":

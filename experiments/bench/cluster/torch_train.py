@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import json
 import math
+import os
 import pathlib
+import sys
 import time
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from experiments.bench.cluster.torch_worker import DecoderLM, join
 
@@ -66,7 +69,11 @@ class AllReduce:
 
     def __init__(self, own: DecoderLM, config: dict[str, Any]):
         self.config, self.model = config, nn.parallel.DistributedDataParallel(own)
+        self.hook()
         self.optimizer = adamw(self.model.parameters(), config)
+
+    def hook(self) -> None:
+        """Register a communication hook; here none."""
 
     def step(self, tokens_BxT1: torch.Tensor, step: int) -> None:
         for group in self.optimizer.param_groups:
@@ -79,6 +86,21 @@ class AllReduce:
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the parameters are those of the averaged model, as always here."""
         return contextlib.nullcontext()
+
+
+class Float16(AllReduce):
+    """The same with gradients in float16; the hook for bfloat16 needs NCCL."""
+
+    def hook(self) -> None:
+        self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+class PowerSGD(AllReduce):
+    """The same with PyTorch's PowerSGD of rank 4, from the third step, which is the first that it allows."""
+
+    def hook(self) -> None:
+        state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 class Gossip:
@@ -115,7 +137,7 @@ class Gossip:
         self.model.revert_global_avg()
 
 
-METHODS = {"ddp": AllReduce, "decent_dp": Gossip}
+METHODS = {"ddp": AllReduce, "float16": Float16, "power_sgd": PowerSGD, "decent_dp": Gossip}
 
 
 def adamw(parameters: Iterable[nn.Parameter], config: dict[str, Any]) -> torch.optim.Optimizer:
@@ -156,4 +178,6 @@ if __name__ == "__main__":
     parser.add_argument("--method", required=True, choices=list(METHODS))
     options = join(parser)
     train(options.workdir, options.method)
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # Gloo's threads sometimes abort a process that ends in the usual way.

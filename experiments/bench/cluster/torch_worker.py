@@ -92,12 +92,12 @@ class DDP(Alone):
         super().__init__(nn.parallel.DistributedDataParallel(model, **options))
 
 
-class Bfloat16(DDP):
-    """DistributedDataParallel with PyTorch's hook that sends gradients in bfloat16."""
+class Float16(DDP):
+    """DistributedDataParallel with PyTorch's hook that sends gradients in float16; that for bfloat16 needs NCCL."""
 
     def __init__(self, model: nn.Module, **options: object):
         super().__init__(model, **options)
-        self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
 class PowerSGD(DDP):
@@ -126,7 +126,7 @@ class DecentDP(Alone):
                 operation.wait()
 
 
-METHODS = {"alone": Alone, "ddp": DDP, "bfloat16": Bfloat16, "power_sgd": PowerSGD, "decent_dp": DecentDP}
+METHODS = {"alone": Alone, "ddp": DDP, "float16": Float16, "power_sgd": PowerSGD, "decent_dp": DecentDP}
 
 
 class Worker:

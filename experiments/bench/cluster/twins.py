@@ -3,6 +3,7 @@
 See `torch_train`.
 """
 
+from collections.abc import Mapping
 import json
 import pathlib
 import subprocess
@@ -15,7 +16,7 @@ from decjax import config as parts
 from decjax import registry
 from decjax.tasks import text
 from experiments.bench.cluster.group import Failed
-from launch import cluster, processes
+from launch import cluster, config_file, processes
 
 VALIDATION_WINDOWS = 64
 
@@ -45,9 +46,15 @@ def check(python: str) -> None:
         raise Failed(f"--peers={python} cannot be used ({problem[0]}); give a Python with experiments/requirements-peers.txt")
 
 
-def prepare(twin: pathlib.Path, workdir: pathlib.Path) -> dict[str, Any]:
-    """Write the input of `torch_train` into a directory, for the twin of a run of decjax; return that run's config."""
-    config = json.loads((twin / "config.json").read_text())
+def config_of(text: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a run of decjax, as in its config.json, for `PATH.py:SHORTHAND` and dotted fields."""
+    config = config_file.get_config(text)
+    config.update_from_flattened_dict(dict(fields))
+    return parts.resolve(config, 1).document
+
+
+def prepare(config: dict[str, Any], workdir: pathlib.Path) -> None:
+    """Write the input of `torch_train` into a directory, for the twin of a run of decjax with this config."""
     context, workers = config["model"]["context"], config["workers"]
     corpus = text.load_corpus(config["data"]["path"])
     batch = text.batches(
@@ -56,10 +63,10 @@ def prepare(twin: pathlib.Path, workdir: pathlib.Path) -> dict[str, Any]:
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(config))
     tokens_SxNxBxT1 = np.array([[batch(worker, step) for worker in range(workers)] for step in range(config["steps"])], np.uint8)
-    valid_WxT1 = text.validation_windows(corpus.valid, context=context).astype(np.uint8)
+    limit = config["eval"]["num_windows"]
+    valid_WxT1 = text.validation_windows(corpus.valid, context=context, limit=limit).astype(np.uint8)
     np.savez(workdir / "data.npz", train=tokens_SxNxBxT1, valid=valid_WxT1)
     np.savez(workdir / "start.npz", allow_pickle=False, **first_parameters(config))
-    return config
 
 
 def first_parameters(config: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -71,17 +78,18 @@ def first_parameters(config: dict[str, Any]) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}
 
 
-def train(network: cluster.Network, python: str, method: str, twin: pathlib.Path, workdir: pathlib.Path) -> int:
+def train(network: cluster.Network, python: str, method: str, config: dict[str, Any], workdir: pathlib.Path) -> int:
     """Train a peer on the hosts of a network like a run of decjax, one process a host; return the exit code.
 
     Args:
         network: the hosts.
         python: an interpreter with experiments/requirements-peers.txt.
-        method: "ddp" or "decent_dp".
-        twin: the directory of the run of decjax.
+        method: one of `torch_train.METHODS`.
+        config: of the run of decjax.
         workdir: of the input and output of `torch_train`.
     """
-    hosts = prepare(twin, workdir)["workers"]
+    prepare(config, workdir)
+    hosts = config["workers"]
     lines = processes.command_lines(
         "experiments.bench.cluster.torch_train", [f"--workdir={workdir}", f"--method={method}"], hosts, network.addresses[0]
     )
