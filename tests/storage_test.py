@@ -159,7 +159,8 @@ def test_if_all_are_damaged_it_is_one_line_and_nothing_is_moved(tmp_path):
         for file in files_of(tmp_path, step):
             file.write_bytes(b"")
     for how, way_out in (({}, "start again in another --workdir"), ({"read_only": True}, "choose another --resume_from")):
-        with pytest.raises(train.CheckpointError, match=rf"all checkpoints in .* are damaged \(step 2: .*; step 1: .*\); {way_out}") as error:
+        told = rf"all checkpoints in .* are damaged \(step 2: .*; step 1: .*\); {way_out}"
+        with pytest.raises(train.CheckpointError, match=told) as error:
             newest(tmp_path, **how)
         assert "\n" not in str(error.value) and workdir.steps_saved(tmp_path) == [1, 2]
 
