@@ -1,6 +1,7 @@
 """optax's own tools with these transformations: injected hyperparameters, maps over states, skipped steps, dtypes."""
 
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -245,3 +246,11 @@ def test_sign_descent_decays_weights_by_themselves_and_not_within_the_sign():
     params = jnp.array([2.0, -1.0, 4.0])
     updates, _ = tx.update(jnp.array([3.0, -1e-3, 0.0]), tx.init(params), params)
     np.testing.assert_allclose(updates, [-0.2, 0.15, -0.2], rtol=1e-6)
+
+
+def test_options_of_optax_have_the_ranges_that_are_known():
+    """Decay rates, λ and ε get a range, and other numbers keep their annotation."""
+    options = {name: option.range for name, option in registry.part("optimizer", "adamw").options.items()}
+    assert str(options["b1"]) and str(options["weight_decay"]) == "at least 0" and options["eps_root"] is None
+    original = inspect.signature(optax.adamw).parameters["eps_root"].annotation
+    assert inspect.signature(registry.part("optimizer", "adamw").factory).parameters["eps_root"].annotation == original

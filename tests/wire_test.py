@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from configs import lm
+from decjax import mesh
 from decjax import topology as topology_lib
 from decjax.pipeline import stateless
 from decjax.program import hlo
@@ -358,3 +359,13 @@ def test_a_traced_phase_reports_the_mean_over_phases(folder):
     )
     np.testing.assert_allclose(declared_N, num_bytes)
     np.testing.assert_allclose(sent_N, num_bytes)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_exchange_sends_numbers_in_their_own_width(dtype):
+    """A CPU widens floats of 16 bits in messages unless they travel as integers."""
+    workers = mesh.make_workers(N)
+    pairs = [(i, (i + 1) % N) for i in range(N)]
+    program = workers.jit(lambda x: workers.axis.exchange(x, pairs), (0,))
+    text = program.lower(workers.stack(jnp.zeros(64, dtype))).compile().as_text()
+    np.testing.assert_array_equal(hlo.bytes_sent(text, N), [64 * jnp.dtype(dtype).itemsize] * N)
