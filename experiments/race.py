@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from decjax import files
-from experiments import script, seeds, sweep, trials
+from experiments import curves, script, seeds, sweep, trials
 from experiments.methods import HOSTS
 from experiments.results_log import ResultsLog
 from launch import command
@@ -174,17 +174,10 @@ def read(run: trials.Trial) -> dict[str, Any]:
 
 
 def steps_to(losses: list[tuple[int, float]], target: float) -> float:
-    """Return the step after which the loss stays below the target, interpolated between evaluations; infinite: never.
-
-    A single good evaluation among worse ones does not count.
-    """
-    above = [k for k, (_, loss) in enumerate(losses) if loss > target]
-    if not above:
-        return losses[0][0]
-    if above[-1] + 1 == len(losses):
-        return math.inf
-    (step, loss), (next_step, next_loss) = losses[above[-1] : above[-1] + 2]
-    return step + (next_step - step) * (loss - target) / (loss - next_loss)
+    """Return the step after which the loss stays below the target, as `curves.reached`; infinite: never."""
+    points = [curves.Point(step, 0.0, loss) for step, loss in losses]
+    step = curves.reached(points, target, lambda point: point.step)
+    return math.inf if math.isnan(step) else step
 
 
 class Race(NamedTuple):
@@ -242,9 +235,9 @@ class Race(NamedTuple):
         first = self.curve(name, setting, 0, steps)
         return first is None or steps_to(first.losses, target) < math.inf
 
-    def targets(self, curves: Mapping[str, "Result"]) -> tuple[float, float]:
+    def targets(self, results: Mapping[str, "Result"]) -> tuple[float, float]:
         """Return the losses that the first row has at the end and after half of its steps, the largest over its seeds."""
-        first = [curve for curve in curves[FP32].curves if curve]
+        first = [curve for curve in results[FP32].curves if curve]
         if not first:
             raise trials.Broken(f"all runs of {FP32} diverged, so there is no target; use smaller learning rates")
         return max(curve.last for curve in first), max(loss_at(curve.losses, self.steps / 2) for curve in first)
@@ -383,16 +376,16 @@ def draw(path: str, race: Race, results: Mapping[str, Result], step_s: Mapping[s
     lead: dict[tuple[str, str], str] = {}
     for name in (FP32, *ranked):
         lead.setdefault((ROWS[name].family, ROWS[name].optimizer) if name != FP32 else ("", ""), name)
-    with script.panels(path, 2, (11.0, 4.8), "lower is better (left); longer is better (right)") as (curves, bars):
+    with script.panels(path, 2, (11.0, 4.8), "lower is better (left); longer is better (right)") as (lines, bars):
         for name in lead.values():
             curve = next(curve for curve in results[name].curves if curve)
             x_s = [step_s[name] * step for step, _ in curve.losses]
             style = dict(color=_color(name), linestyle="-" if ROWS[name].optimizer == ADAMW else "--")
-            curves.plot(x_s, [loss for _, loss in curve.losses], linewidth=1.7, label=name, **style)
-        curves.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
-        curves.set(xscale="log", xlabel="seconds of training", ylabel=f"validation loss, {race.task.unit}")
-        curves.set_ylim(top=min(curves.get_ylim()[1], 2.5 * target))
-        curves.legend(frameon=False, fontsize=8)
+            lines.plot(x_s, [loss for _, loss in curve.losses], linewidth=1.7, label=name, **style)
+        lines.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
+        lines.set(xscale="log", xlabel="seconds of training", ylabel=f"validation loss, {race.task.unit}")
+        lines.set_ylim(top=min(lines.get_ylim()[1], 2.5 * target))
+        lines.legend(frameon=False, fontsize=8)
         means = [statistics.fmean(ends[name].speedups) for name in ranked]
         errors = [0.0 if len(ends[name].speedups) < 2 else seeds.spread(ends[name].speedups).error for name in ranked]
         colors = [_color(name) for name in ranked]

@@ -99,7 +99,7 @@ def report(measured: measure.Measured) -> table.Table:
                 rows.add_row(title, f"{what.num_bytes / 1e6:.3g}", *spread(slowest_s), *fit)
                 title, fit = "", []  # Only in the first row.
     if len(measured.beside_s):
-        rows.add_row("beside a gradient", model_mb, *spread(measured.beside_s))
+        rows.add_row("during a gradient", model_mb, *spread(measured.beside_s))
     for codec, both_s in measured.codec_s.items():
         rate_Bps = measured.cluster.codec_rate(codec)
         assert rate_Bps is not None

@@ -172,7 +172,7 @@ def test_a_profile_of_two_processes(tmp_path):
     assert links.num_devices == 2 and links.flops is not None
     assert "Mbit/s" in result.stdout and "--links=" in result.stdout
     assert result.stdout.count("pair between nodes") == 1 and "2 nodes × 1 workers, cpu" in result.stdout
-    assert result.stdout.count("beside a gradient") == 1  # processes send from a separate thread
+    assert result.stdout.count("during a gradient") == 1  # processes send from a separate thread
     check_profile(path, 2, 1)
     assert costmodel.load(path)[1].beside_s >= 0
 
