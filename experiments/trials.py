@@ -190,9 +190,8 @@ class Pool:
     def map(self, do: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
         """Return `do(item)` of every item, computed in as many threads as there are runs at a time."""
         with concurrent.futures.ThreadPoolExecutor(self._size) as pool:
-            futures = [pool.submit(do, item) for item in items]
-            try:
-                return [future.result() for future in futures]
+            try:  # A signal may come while runs are still being submitted.
+                return [future.result() for future in [pool.submit(do, item) for item in items]]
             except BaseException as error:
                 pool.shutdown(wait=False, cancel_futures=True)
                 if not isinstance(error, Exception):  # A signal: the running ones save their state and end.

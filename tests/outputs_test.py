@@ -11,6 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any, NamedTuple
 import warnings
 
@@ -181,17 +182,30 @@ def test_results_of_a_failure_stay_as_they_were(tmp_path):
     assert path.read_text() == whole and [*tmp_path.iterdir()] == [path]
 
 
-def test_a_signal_ends_the_trainings_and_is_told_in_one_line(monkeypatch, tmp_path, capsys):
-    started = []
+@pytest.mark.parametrize("submitted", [2, 9], ids=["while runs are being submitted", "when all are"])
+def test_a_signal_ends_the_trainings_and_is_told_in_one_line(submitted, monkeypatch, tmp_path, capsys):
+    started, both = [], threading.Event()
 
     def train(trial, cores, count):
         started.append(process := subprocess.Popen(["sleep", "600"]))
         if len(started) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            both.set()
         return process
 
+    def runs():
+        for seed in range(9):
+            if seed == submitted:
+                interrupt()
+            yield trials.Trial(tmp_path / str(seed), "configs/lm.py")
+        if submitted == 9:
+            interrupt()
+
+    def interrupt():
+        assert both.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     def main():
-        trials.Pool(2).make(trials.Trial(tmp_path / str(seed), "configs/lm.py") for seed in range(9))
+        trials.Pool(2).make(runs())
 
     monkeypatch.setattr(trials, "start", train)
     monkeypatch.setattr(command.app, "run", lambda main, flags_parser: main(["command"]))
