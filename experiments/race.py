@@ -9,15 +9,18 @@ Four workers, one per emulated host. Time to target is the product of two measur
 1. *Loss against steps*, from simulated workers: the arithmetic of real ones, without a network. `--results` is the results log. Every
    row is tuned alike in shorter runs with a separate seed: three learning rates, further ones while the best is at an edge, then the
    row's other options, then rates √2 below and above the best. The best setting is trained with each seed. A row that does not reach
-   the target is trained for 1.5 and then 2 times as many steps.
-2. *Seconds per step*, from real processes on the emulated cluster, measured by `experiments.race_steps` at several bandwidths and
-   added to TASK_steps.json.
+   the target is trained for 1.5 and then 2 times as many steps. Rows of PyTorch are tuned and trained in the same way, by
+   `experiments.race_peers` on four processes; `--peer_results` is its file.
+2. *Seconds per step*, from real processes on the emulated cluster, measured by `experiments.race_steps` at several bandwidths;
+   `--step_times` is its file.
 
 The targets are losses of the first row, fp32 all-reduce: its final loss and its loss after half of the steps, of the worst seed, so
-that all of its seeds reach them. Without `--step_times`, the file of the second measurement, the command ends with losses and steps.
+that all of its seeds reach them. Without `--step_times` the command ends with losses and steps.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+import dataclasses
+import itertools
 import math
 import pathlib
 import statistics
@@ -26,143 +29,21 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from decjax import files
-from experiments import curves, script, seeds, sweep, trials
+from experiments import race_rows, script, seeds, sweep, trials
 from experiments.methods import HOSTS
+from experiments.race_rows import FP32, PEERS, ROWS, Curve, Result, Runs, Setting, Task, loss_at, steps_to
 from experiments.results_log import ResultsLog
-from launch import command
+from launch import command, network
 
 FLAGS = flags.FLAGS
 
-TUNING_SEED, SEEDS = 99, 3
-LENGTHS = (1.0, 1.5, 2.0)  # of a row's runs, relative to the first row's
-FINE = 2**0.5  # ratio of the last learning rates that are tried
-
-REDUCE, LOCAL, GOSSIP = "all-reduce", "local steps", "gossip"  # families, each with a color
-FAMILY_COLORS = {REDUCE: script.COLORS[1], LOCAL: script.COLORS[2], GOSSIP: script.COLORS[0]}
-FP32 = "all-reduce fp32"
-ONE_PEER, INT4 = "topology=one_peer_exponential", "reducer=codec,codec=int4"
-ADAMW, MUON = "adamw", "muon"
-OUTER = ("0.5, 0.5", "1.0, 0.0", "0.7, 0.9")  # rate and momentum of an outer step
-
-
-class Row(NamedTuple):
-    """A method of the race.
-
-    Attributes:
-        shorthand: of a config file.
-        family: one of `REDUCE`, `LOCAL` and `GOSSIP`.
-        optimizer: comparisons are within one optimizer.
-        outer: rates and momenta of its outer step that are tried; (): it has none.
-    """
-
-    shorthand: str
-    family: str
-    optimizer: str = ADAMW
-    outer: tuple[str, ...] = ()
-
-
-ROWS = {
-    FP32: Row("method=allreduce", REDUCE),
-    "all-reduce bf16": Row("method=allreduce,reducer=codec,codec=bfloat16", REDUCE),
-    "all-reduce int8": Row("method=allreduce,reducer=codec,codec=int8", REDUCE),
-    "PowerSGD, rank 4": Row("method=allreduce,reducer=powersgd,rank=4", REDUCE),
-    "PowerSGD, rank 32": Row("method=allreduce,reducer=powersgd,rank=32", REDUCE),
-    "0/1 Adam": Row("method=zero_one_adam", REDUCE),
-    "all-reduce, one step stale": Row("method=allreduce,stale", REDUCE),
-    "gossip fp32": Row(ONE_PEER, GOSSIP),
-    "gossip bf16": Row(f"{ONE_PEER},codec=bfloat16", GOSSIP),
-    "gossip int8": Row(f"{ONE_PEER},codec=int8", GOSSIP),
-    "gossip int4, CHOCO": Row(f"{ONE_PEER},mixer=choco,codec=int4", GOSSIP),
-    "gossip int8, AccumAdamW": Row(f"{ONE_PEER},codec=int8,optimizer=accum_adamw", GOSSIP),
-    "DiLoCo int4, H = 4": Row(f"method=diloco,every=4,{INT4}", LOCAL, outer=OUTER),
-    "DiLoCo int4, H = 16": Row(f"method=diloco,every=16,{INT4}", LOCAL, outer=OUTER),
-    "all-reduce fp32, Muon": Row("method=allreduce,optimizer=muon", REDUCE, MUON),
-    "all-reduce int8, Muon": Row("method=allreduce,reducer=codec,codec=int8,optimizer=muon", REDUCE, MUON),
-    "gossip int8, Muon": Row(f"{ONE_PEER},codec=int8,optimizer=muon", GOSSIP, MUON),
-    "MuLoCo int4, H = 4": Row(f"method=diloco,every=4,{INT4},optimizer=muon", LOCAL, MUON, OUTER),
-    "MuLoCo int4, H = 16": Row(f"method=diloco,every=16,{INT4},optimizer=muon", LOCAL, MUON, OUTER),
+FAMILY_COLORS = {
+    race_rows.REDUCE: script.COLORS[1],
+    race_rows.LOCAL: script.COLORS[2],
+    race_rows.GOSSIP: script.COLORS[0],
+    race_rows.PYTORCH: script.COLORS[7],
 }
-
-
 SMOKE_ROWS = ("gossip int8", "MuLoCo int4, H = 4")
-
-
-class Task(NamedTuple):
-    """A task of the race.
-
-    Attributes:
-        config: the config file.
-        batch_size: examples per step, of all workers together.
-        steps: of fp32 all-reduce.
-        tuning_steps: of the runs that tune.
-        every: steps between evaluations.
-        rates: learning rates that are tried first, by optimizer.
-        rate: of the links, for the headline.
-        unit: of the loss.
-        fields: further fields of the config.
-        score: entry of the summary for the score on test data; empty: none.
-    """
-
-    config: str
-    batch_size: int
-    steps: int
-    tuning_steps: int
-    every: int
-    rates: Mapping[str, tuple[float, ...]]
-    rate: str
-    unit: str
-    fields: Mapping[str, Any] = {}
-    score: str = ""
-
-
-TASKS = {
-    "lm": Task(
-        "configs/lm.py",
-        batch_size=16,
-        steps=2500,
-        tuning_steps=800,
-        every=50,
-        rates={ADAMW: (8e-3, 1.6e-2, 3.2e-2), MUON: (2e-2, 4e-2, 8e-2)},
-        rate="20mbit",
-        unit="nats/byte",
-        fields={"data.sample_bytes": 0},
-    ),
-    "translation": Task(
-        "configs/translation.py",
-        batch_size=32,
-        steps=1500,
-        tuning_steps=500,
-        every=50,
-        rates={ADAMW: (2e-3, 4e-3, 8e-3), MUON: (5e-3, 1e-2, 2e-2)},
-        rate="100mbit",
-        unit="nats/token",
-        score="eval_bleu",
-    ),
-}
-
-
-class Setting(NamedTuple):
-    """What tuning decides."""
-
-    rate: float
-    outer: str = ""  # "rate, momentum"
-
-    def __str__(self) -> str:
-        return f"{self.rate:.3g}" + (f" ({self.outer})" if self.outer else "")
-
-
-class Curve(NamedTuple):
-    """The result of a run."""
-
-    steps: int
-    losses: list[tuple[int, float]]  # (step, validation loss of the averaged model)
-    sent: float  # bytes per worker and step
-    score: float | None = None
-
-    @property
-    def last(self) -> float:
-        """The final loss."""
-        return self.losses[-1][1]
 
 
 def read(run: trials.Trial) -> dict[str, Any]:
@@ -173,30 +54,15 @@ def read(run: trials.Trial) -> dict[str, Any]:
     return {"losses": losses, "eval_loss": summary["eval_loss"], "bytes": summary["bytes_per_step_per_worker"], **scores}
 
 
-def steps_to(losses: list[tuple[int, float]], target: float) -> float:
-    """Return the step after which the loss stays below the target, as `curves.reached`; infinite: never."""
-    points = [curves.Point(step, 0.0, loss) for step, loss in losses]
-    step = curves.reached(points, target, lambda point: point.step)
-    return math.inf if math.isnan(step) else step
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Race(Runs):
+    """The runs of decjax."""
 
-
-class Race(NamedTuple):
-    """The runs of a task."""
-
-    task: Task
     out: pathlib.Path
     log: ResultsLog
-    data: str  # path; empty: the task's own
-    smoke: bool  # tiny models, few steps, one rate
-    seeds: int = SEEDS  # runs of each row
-
-    @property
-    def steps(self) -> int:
-        """Steps of the first row."""
-        return 10 if self.smoke else self.task.steps
+    data: str = ""  # path; empty: the task's own
 
     def curve(self, name: str, setting: Setting, seed: int, steps: int) -> Curve | None:
-        """Return the result of a run, which is trained if it is missing; None if it diverged."""
         task = self.task
         shorthand = f"{ROWS[name].shorthand},workers={HOSTS},simulate,steps={steps}" + ",smoke" * self.smoke
         fields = {"schedule.learning_rate": setting.rate, "seed": seed, "batch_size": task.batch_size, **task.fields}
@@ -209,80 +75,22 @@ class Race(NamedTuple):
         numbers = self.log.result(run, read)
         return None if numbers is None else Curve(steps, numbers["losses"], numbers["bytes"], numbers.get(task.score))
 
-    def tune(self, name: str) -> tuple[Setting, dict[Setting, float]]:
-        """Return the best setting, and the loss of each that was tried, infinite if it diverged."""
-        row, tried = ROWS[name], {}
-        steps = self.steps if self.smoke else self.task.tuning_steps
 
-        def measure(rate: float, outer: str) -> float:
-            setting = Setting(float(f"{rate:.3g}"), outer)
-            if setting not in tried:
-                curve = self.curve(name, setting, TUNING_SEED, steps)
-                tried[setting] = curve.last if curve else math.inf
-            return tried[setting]
-
-        first = row.outer[0] if row.outer else ""
-        grid = self.task.rates[row.optimizer]
-        rate, _ = seeds.best_rate(lambda rate: measure(rate, first), grid[:1] if self.smoke else grid)
-        if not self.smoke:
-            outer = min(row.outer or [""], key=lambda outer: measure(rate, outer))
-            for factor in (1 / FINE, FINE):
-                measure(rate * factor, outer)
-        return min(tried, key=lambda setting: tried[setting]), tried
-
-    def ends(self, name: str, setting: Setting, steps: int, target: float) -> bool:
-        """Return whether the first seed of a row reaches the target in so many steps, or diverges."""
-        first = self.curve(name, setting, 0, steps)
-        return first is None or steps_to(first.losses, target) < math.inf
-
-    def targets(self, results: Mapping[str, "Result"]) -> tuple[float, float]:
-        """Return the losses that the first row has at the end and after half of its steps, the largest over its seeds."""
-        first = [curve for curve in results[FP32].curves if curve]
-        if not first:
-            raise trials.Broken(f"all runs of {FP32} diverged, so there is no target; use smaller learning rates")
-        return max(curve.last for curve in first), max(loss_at(curve.losses, self.steps / 2) for curve in first)
-
-    def result(self, name: str, target: float = math.inf) -> "Result":
-        """Tune a row and train it with its seeds, for the fewest steps with which its first seed reaches the target."""
-        setting, tried = self.tune(name)
-        lengths = LENGTHS[:1] if self.smoke or name == FP32 else LENGTHS
-        steps = next(
-            (steps for steps in (round(length * self.steps) for length in lengths) if self.ends(name, setting, steps, target)),
-            round(lengths[-1] * self.steps),
-        )
-        return Result(setting, tried, steps, [self.curve(name, setting, seed, steps) for seed in range(self.seeds)])
-
-
-class Result(NamedTuple):
-    """Results of a row."""
-
-    setting: Setting
-    tried: dict[Setting, float]
-    steps: int
-    curves: list[Curve | None]  # one for each seed; None: it diverged
-
-
-def loss_at(losses: list[tuple[int, float]], step: float) -> float:
-    """Return the loss at a step, interpolated between evaluations."""
-    before = max((each for each in losses if each[0] <= step), default=losses[0])
-    after = min((each for each in losses if each[0] >= step), default=losses[-1])
-    share = (step - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
-    return before[1] + share * (after[1] - before[1])
-
-
-def tabulate(race: Race, results: Mapping[str, Result]) -> script.Table:
+def tabulate(task: Task, results: Mapping[str, Result], targets: Sequence[float]) -> script.Table:
     """Return the losses of all rows and their steps to the targets."""
-    targets = race.targets(results)
-    columns = ("bytes per step", "steps", f"final {race.task.unit}", *(f"steps to {target:.3f}" for target in targets))
-    table = script.table("", *columns, "setting", "tried")
+    columns = ("bytes per step", "steps", f"final {task.unit}", *(f"steps to {target:.3f}" for target in targets))
+    scores = [task.score.removeprefix("eval_").upper()] if task.score else []
+    table = script.table("", *columns, *scores, "setting", "tried")
     for name, result in results.items():
-        ended = [curve for curve in result.curves if curve]
+        ended, complete = result.ended, len(result.ended) == len(result.curves)
+        sent = next((curve.sent for curve in ended), None)
         table.add_row(
             name,
-            f"{ended[0].sent:,.0f}" if ended else "",
+            "" if sent is None else f"{sent:,.0f}",
             str(result.steps),
-            seeds.spread([curve.last for curve in ended]).text(3) if len(ended) == len(result.curves) else "diverged",
+            seeds.spread([curve.last for curve in ended]).text(3) if complete else "diverged",
             *(", ".join(_steps(steps_to(curve.losses, target)) for curve in ended) for target in targets),
+            *(seeds.spread([curve.score or math.nan for curve in ended]).text(1) for _ in scores),
             str(result.setting),
             "; ".join(f"{setting}: {loss:.3f}" for setting, loss in result.tried.items()),
         )
@@ -313,14 +121,53 @@ class Finish(NamedTuple):
         return bool(self.times_s) and all(map(math.isfinite, self.times_s))
 
 
-def step_times(path: str, rate: str) -> dict[str, float]:
-    """Return the median seconds per step of each row at a rate, as `experiments.race_steps` measured them."""
-    measured = files.read_json(pathlib.Path(path))
-    if rate not in measured:
-        raise trials.Broken(
-            f"{path} has no step times at {rate}, only at {', '.join(measured)}; measure them with experiments.race_steps"
-        )
-    return {name: statistics.median(numbers["step_s"]) for name, numbers in measured[rate].items()}
+class StepTimes(NamedTuple):
+    """Seconds per step and bytes that a host sends per step, of each row at each rate, as `experiments.race_steps` measured them."""
+
+    path: str
+    measured: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+    @classmethod
+    def read(cls, path: str) -> "StepTimes":
+        return cls(path, files.read_json(pathlib.Path(path)))
+
+    @property
+    def rates(self) -> list[str]:
+        """All rates, from slow to fast."""
+        return sorted((rate for rate in self.measured if rate != race_rows.JITTER), key=bytes_per_s)
+
+    def at(self, rate: str) -> dict[str, float]:
+        """Return the median seconds per step of each row at a rate."""
+        if rate not in self.measured:
+            known = ", ".join(self.rates)
+            raise trials.Broken(
+                f"{self.path} has no step times at {rate}, only at {known}; measure them with experiments.race_steps"
+            )
+        return {name: statistics.median(numbers["step_s"]) for name, numbers in self.measured[rate].items()}
+
+    def with_jitter(self) -> dict[str, float]:
+        """Return the same of the rows with jitter, at the task's rate; {}: not measured."""
+        rows = self.at(race_rows.JITTER) if race_rows.JITTER in self.measured else {}
+        suffix = f", {race_rows.JITTER}"
+        return {name.removesuffix(suffix): step_s for name, step_s in rows.items() if name.endswith(suffix)}
+
+    def predicted_s(self, name: str, rate: str) -> float:
+        """Return the seconds of a step at a rate, predicted from the fastest rate: its wire time is bytes ÷ bandwidth.
+
+        Messages of gossip and of stale all-reduce travel while the next gradient is computed, so the longer of the two counts; other
+        methods wait for them, so both do.
+        """
+        fastest = self.rates[-1]
+        numbers = self.measured[fastest][name]
+        wire_s = [numbers["sent_bytes"] / bytes_per_s(each) for each in (rate, fastest)]
+        longest_s = statistics.median(numbers["step_s"])
+        overlaps = name in ROWS and (ROWS[name].family == race_rows.GOSSIP or "stale" in ROWS[name].shorthand)
+        return max(longest_s, wire_s[0]) if overlaps else longest_s - wire_s[1] + wire_s[0]
+
+
+def bytes_per_s(rate: str) -> float:
+    """Return a rate such as "20mbit" in bytes per second."""
+    return network.bits_per_s(rate) / 8
 
 
 def finishes(results: Mapping[str, Result], step_s: Mapping[str, float], target: float) -> dict[str, Finish]:
@@ -334,12 +181,14 @@ def finishes(results: Mapping[str, Result], step_s: Mapping[str, float], target:
     return {name: Finish(times, [first_s / time_s for time_s in times]) for name, times in times_s.items()}
 
 
-def tabulate_times(race: Race, results: Mapping[str, Result], step_s: Mapping[str, float]) -> script.Table:
-    """Return step times, times to both targets with the interval of the mean, and losses at equal time."""
-    targets = race.targets(results)
-    end_s = race.steps * step_s[FP32]
+def tabulate_times(results: Mapping[str, Result], step_s: Mapping[str, float], targets: Sequence[float]) -> script.Table:
+    """Return step times, times to the first target and speed-ups to all with the interval of the mean, and losses at equal time.
+
+    A run that has ended by then counts with its final loss.
+    """
+    end_s = results[FP32].steps * step_s[FP32]
     columns = [f"speed-up to {target:.3f}" for target in targets]
-    table = script.table("", "ms per step", f"loss after {end_s:.0f} s", "time to target, s", *columns, "setting")
+    table = script.table("", "ms per step", f"loss after {end_s:.0f} s", f"s to {targets[0]:.3f}", *columns, "setting")
     ends = [finishes(results, step_s, target) for target in targets]
     for name, result in results.items():
         if name not in step_s:
@@ -364,36 +213,141 @@ def _mean(values: list[float], digits: int) -> str:
     return f"{spread.mean:.{digits}f}" + (f" ± {spread.error:.{digits}f}" if spread.size > 1 else "")
 
 
-def _color(name: str) -> str:
-    return "0.2" if name == FP32 else FAMILY_COLORS[ROWS[name].family]
+def ranked(ends: Mapping[str, Finish]) -> list[str]:
+    """Return the rows that reach the target, the fastest first."""
+    return sorted((name for name in ends if ends[name].reached), key=lambda name: statistics.fmean(ends[name].times_s))
 
 
-def draw(path: str, race: Race, results: Mapping[str, Result], step_s: Mapping[str, float]) -> None:
-    """Draw the loss against time of the fastest row of each family and optimizer, and the speed-up of all rows to the first target."""
-    target, _ = race.targets(results)
-    ends = finishes(results, step_s, target)
-    ranked = sorted((name for name in ends if ends[name].reached), key=lambda name: statistics.fmean(ends[name].times_s))
-    lead: dict[tuple[str, str], str] = {}
-    for name in (FP32, *ranked):
-        lead.setdefault((ROWS[name].family, ROWS[name].optimizer) if name != FP32 else ("", ""), name)
-    with script.panels(path, 2, (11.0, 4.8), "lower is better (left); longer is better (right)") as (lines, bars):
-        for name in lead.values():
-            curve = next(curve for curve in results[name].curves if curve)
+def leaders(ends: Mapping[str, Finish]) -> list[str]:
+    """Return the first row, and the fastest of each family and optimizer."""
+    every, lead = ROWS | PEERS, dict[tuple[str, str], str]()
+    for name in ranked(ends):
+        if name != FP32:
+            lead.setdefault((every[name].family, every[name].optimizer), name)
+    return [FP32, *lead.values()]
+
+
+# -- Against bandwidth ------------------------------------------------------------------------------------------------
+
+
+class Crossover(NamedTuple):
+    """Bandwidth above which the first of two rows is no longer faster, in Mbit/s, with an interval; nan: at no measured rate."""
+
+    at: float
+    low: float
+    high: float
+
+
+def crossover(rates: Sequence[float], ratios: Sequence[float], error: float) -> Crossover:
+    """Return where a ratio of times, which grows with the bandwidth, passes 1.
+
+    Args:
+        rates: bandwidths, ascending.
+        ratios: time of the first row ÷ time of the second at each rate.
+        error: relative error of the ratios, which gives the interval.
+    """
+
+    def passes(factor: float) -> float:
+        for (rate, ratio), (next_rate, next_ratio) in itertools.pairwise(zip(rates, ratios, strict=True)):
+            before, after = math.log(ratio * factor), math.log(next_ratio * factor)
+            if before < 0 <= after:
+                share = before / (before - after)
+                return math.exp(math.log(rate) + share * (math.log(next_rate) - math.log(rate)))
+        return math.nan
+
+    return Crossover(passes(1.0), passes(1.0 + error), passes(1.0 - error))
+
+
+def tabulate_crossovers(results: Mapping[str, Result], times: StepTimes, names: Sequence[str], target: float) -> script.Table:
+    """Return for each pair of rows which is faster to the target at the slowest and the fastest rate, and where they are equal."""
+    rates = times.rates
+    ends = {rate: finishes(results, times.at(rate), target) for rate in rates}
+    megabits = [bytes_per_s(rate) * 8e-6 for rate in rates]
+    table = script.table("", "", f"faster at {rates[0]}", f"faster at {rates[-1]}", "equal at, Mbit/s", "interval", left=4)
+    for one, other in itertools.combinations(names, 2):
+        spreads = [[seeds.spread(ends[rate][name].times_s) for rate in rates] for name in (one, other)]
+        ratios = [first.mean / second.mean for first, second in zip(*spreads, strict=True)]
+        errors = [math.hypot(*(each.error / each.mean for each in pair)) for pair in zip(*spreads, strict=True)]
+        error = max((error for error in errors if math.isfinite(error)), default=0.0)
+        found = crossover(megabits, ratios, error) if ratios[0] < 1 else crossover(megabits, [1 / ratio for ratio in ratios], error)
+        faster = [one if ratio < 1 else other for ratio in (ratios[0], ratios[-1])]
+        numbers = [f"{value:.0f}" if math.isfinite(value) else "—" for value in found]
+        table.add_row(one, other, *faster, numbers[0], f"{numbers[1]} to {numbers[2]}" if numbers[0] != "—" else "")
+    return table
+
+
+def draw_bandwidths(path: str, results: Mapping[str, Result], times: StepTimes, names: Sequence[str], target: float) -> None:
+    """Draw the time to the target against bandwidth: measured points on predicted lines."""
+    megabits = [bytes_per_s(rate) * 8e-6 for rate in times.rates]
+    steps = {name: statistics.fmean(steps_to(curve.losses, target) for curve in results[name].ended) for name in names}
+    with script.panels(path, 1, (7.0, 4.6), "lower is better; points: measured, lines: predicted") as (axis,):
+        for name in names:
+            style = _style(name)
+            measured_s = [steps[name] * times.at(rate)[name] for rate in times.rates]
+            predicted_s = [steps[name] * times.predicted_s(name, rate) for rate in times.rates]
+            axis.plot(megabits, predicted_s, linewidth=1.2, **style)
+            axis.plot(megabits, measured_s, "o", markersize=5, color=style["color"])
+            axis.annotate(
+                name, (megabits[0], measured_s[0]), xytext=(-6, 0), textcoords="offset points", ha="right", va="center", fontsize=8
+            )
+        axis.set(xscale="log", yscale="log", xlabel="bandwidth of each host, Mbit/s", ylabel=f"seconds to a loss of {target:.3f}")
+        axis.set_xlim(left=megabits[0] / 8)  # Room for the names.
+
+
+# -- Figures ----------------------------------------------------------------------------------------------------------
+
+
+def _style(name: str) -> dict[str, Any]:
+    """Return the color of a row's family, and a dashed line for optimizers other than AdamW."""
+    row = (ROWS | PEERS)[name]
+    return {
+        "color": "0.2" if name == FP32 else FAMILY_COLORS[row.family],
+        "linestyle": "-" if row.optimizer == race_rows.ADAMW else "--",
+    }
+
+
+def draw(path: str, unit: str, results: Mapping[str, Result], times: StepTimes, rate: str, target: float) -> None:
+    """Draw losses against time of the leaders, and the speed-ups of all rows to a target, also with jitter where it was measured."""
+    step_s = times.at(rate)
+    panels = [finishes(results, step_s, target)]
+    if jitter_s := times.with_jitter():
+        panels.append(finishes(results, jitter_s, target))
+    with script.panels(
+        path, 1 + len(panels), (5.5 * (1 + len(panels)), 4.8), "lower is better (left); longer is better (right)"
+    ) as axes:
+        for name in leaders(panels[0]):
+            curve = results[name].ended[0]
             x_s = [step_s[name] * step for step, _ in curve.losses]
-            style = dict(color=_color(name), linestyle="-" if ROWS[name].optimizer == ADAMW else "--")
-            lines.plot(x_s, [loss for _, loss in curve.losses], linewidth=1.7, label=name, **style)
-        lines.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
-        lines.set(xscale="log", xlabel="seconds of training", ylabel=f"validation loss, {race.task.unit}")
-        lines.set_ylim(top=min(lines.get_ylim()[1], 2.5 * target))
-        lines.legend(frameon=False, fontsize=8)
-        means = [statistics.fmean(ends[name].speedups) for name in ranked]
-        errors = [0.0 if len(ends[name].speedups) < 2 else seeds.spread(ends[name].speedups).error for name in ranked]
-        colors = [_color(name) for name in ranked]
-        bars.barh(range(len(ranked)), means, xerr=errors, color=colors, height=0.7, error_kw=dict(linewidth=1, ecolor="0.3"))
-        bars.set_yticks(range(len(ranked)), ranked, fontsize=8)
-        bars.invert_yaxis()
-        bars.axvline(1.0, color="0.3", linewidth=0.8)
-        bars.set(xlabel=f"speed-up over {FP32} to a loss of {target:.3f}")
+            axes[0].plot(x_s, [loss for _, loss in curve.losses], linewidth=1.7, label=name, **_style(name))
+        axes[0].axhline(target, color="0.5", linewidth=0.8, linestyle=":")
+        axes[0].set(xscale="log", xlabel=f"seconds of training at {rate}", ylabel=f"validation loss, {unit}")
+        axes[0].set_ylim(top=min(axes[0].get_ylim()[1], 2.5 * target))
+        axes[0].legend(frameon=False, fontsize=8)
+        for axis, ends, suffix in zip(axes[1:], panels, ("", ", with compute jitter")):
+            _bars(axis, ends)
+            axis.set(xlabel=f"speed-up over {FP32} to {target:.3f} {unit}{suffix}")
+
+
+def _bars(axis: Any, ends: Mapping[str, Finish]) -> None:
+    """Draw the speed-ups of all rows that reach the target as bars, the fastest at the top."""
+    names = ranked(ends)
+    spreads = [seeds.spread(ends[name].speedups) for name in names]
+    axis.barh(
+        range(len(names)),
+        [each.mean for each in spreads],
+        xerr=[each.error if each.size > 1 else 0.0 for each in spreads],
+        color=[_style(name)["color"] for name in names],
+        height=0.7,
+        error_kw=dict(linewidth=1, ecolor="0.3"),
+    )
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.invert_yaxis()
+    axis.axvline(1.0, color="0.3", linewidth=0.8)
+
+
+def peer_results(path: str | None) -> dict[str, Result]:
+    """Return the results of the rows of PyTorch in a file of `experiments.race_peers`; {} without one."""
+    return {name: Result.of(document) for name, document in files.read_json(pathlib.Path(path)).items()} if path else {}
 
 
 def main() -> None:
@@ -401,34 +355,49 @@ def main() -> None:
     script.check_names("row", FLAGS.row, ROWS)
     if FLAGS.task == "translation" and not FLAGS.multi30k:
         command.fail("--multi30k is missing; give the folder of Multi30k's parallel files")
-    chosen = FLAGS.row or (SMOKE_ROWS if FLAGS.smoke else ROWS)
-    names = [name for name in ROWS if name == FP32 or name in chosen]
     if FLAGS.task != "translation" and FLAGS.multi30k:
         command.fail(f"--multi30k={FLAGS.multi30k} has no effect with --task={FLAGS.task}; leave it out")
-    task, log = TASKS[FLAGS.task], ResultsLog.of(out, FLAGS.results, trials.Pool(FLAGS.together))
-    step_s = step_times(FLAGS.step_times, task.rate) if FLAGS.step_times else {}
-    race = Race(task, out, log, FLAGS.multi30k or "", FLAGS.smoke, 1 if FLAGS.smoke else FLAGS.seeds)
+    task, log = race_rows.TASKS[FLAGS.task], ResultsLog.of(out, FLAGS.results, trials.Pool(FLAGS.together))
+    times = StepTimes.read(FLAGS.step_times) if FLAGS.step_times else None
+    race = Race(task, 1 if FLAGS.smoke else FLAGS.seeds, FLAGS.smoke, out=out, log=log, data=FLAGS.multi30k or "")
     results = {FP32: race.result(FP32)}
-    target, _ = race.targets(results)
-    others = race.log.pool.map(lambda name: race.result(name, target), names[1:])
-    results |= dict(zip(names[1:], others, strict=True))
-    script.show(tabulate(race, results))
-    if not step_s:
-        return
-    table = tabulate_times(race, results, step_s)
+    targets = race.targets(results[FP32])
+    chosen = FLAGS.row or (SMOKE_ROWS if FLAGS.smoke else ROWS)
+    names = [name for name in ROWS if name != FP32 and name in chosen]
+    others = race.log.pool.map(lambda name: race.result(name, targets[0]), names)
+    results |= dict(zip(names, others, strict=True)) | peer_results(FLAGS.peer_results)
+    script.show(tabulate(task, results, targets))
+    if times:
+        publish(FLAGS.task, task, results, times, targets)
+
+
+def publish(name: str, task: Task, results: Mapping[str, Result], times: StepTimes, targets: Sequence[float]) -> None:
+    """Write the tables and figures with times."""
+    step_s, documents = times.at(task.rate), {name: result._asdict() for name, result in results.items()}
+    table = tabulate_times(results, step_s, targets)
     script.show(table)
-    rows = {
-        name: result._asdict() | {"tried": {str(key): loss for key, loss in result.tried.items()}}
-        for name, result in results.items()
-    }
-    script.publish(f"race_{FLAGS.task}", table, lambda path: draw(path, race, results, step_s), step_s=step_s, **rows)
+    script.publish(
+        f"race_{name}",
+        table,
+        lambda path: draw(path, task.unit, results, times, task.rate, targets[0]),
+        step_s=step_s,
+        targets=targets,
+        **documents,
+    )
+    lead = [
+        name for name in leaders(finishes(results, step_s, targets[0])) if all(name in times.measured[rate] for rate in times.rates)
+    ]
+    table = tabulate_crossovers(results, times, lead, targets[0])
+    script.show(table)
+    script.publish(f"race_{name}_bandwidth", table, lambda path: draw_bandwidths(path, results, times, lead, targets[0]))
 
 
 if __name__ == "__main__":
     script.define("out", "row", "results", "pages", "smoke")
-    flags.DEFINE_enum("task", "lm", list(TASKS), "Task to learn.")
+    flags.DEFINE_enum("task", "lm", list(race_rows.TASKS), "Task to learn.")
     flags.DEFINE_string("step_times", None, "File of experiments.race_steps; none: loss against steps only.")
+    flags.DEFINE_string("peer_results", None, "File of experiments.race_peers; none: without the rows of PyTorch.")
     flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files, for --task=translation.")
-    flags.DEFINE_integer("seeds", SEEDS, "Runs of each row.", lower_bound=1)
+    flags.DEFINE_integer("seeds", race_rows.SEEDS, "Runs of each row.", lower_bound=1)
     flags.DEFINE_integer("together", trials.TOGETHER, "Runs at a time.", lower_bound=1)
     script.run(main, sweep.ERRORS)

@@ -17,25 +17,29 @@ from typing import Any
 from absl import flags
 
 from decjax import files
-from experiments import race, script
+from experiments import race_rows, script
 from experiments.bench.cluster.systems import BUCKET, ERRORS, WHOLE, Row, Runner, decjax, interleaved, sizes, torch, use_one_thread
 from experiments.methods import ALONE, HOSTS, SHORTHANDS
 from launch import cluster
 
 FLAGS = flags.FLAGS
 
-JITTER = 0.3  # mean of the exponential pause, relative to a step without communication
-JITTERED = (race.FP32, "all-reduce int8", "gossip int8", "DiLoCo int4, H = 16", "MuLoCo int4, H = 16")
+JITTER_SHARE = 0.3  # mean of the exponential pause, relative to a step without communication
+JITTERED = (race_rows.FP32, "all-reduce int8", "gossip int8", "DiLoCo int4, H = 16", "MuLoCo int4, H = 16")
 STEPS, SLOW_STEPS = 16, 4  # of a visit, at least; of rows that send uncompressed parameters or gradients in each step
 LEFT_OUT = ("0/1 Adam",)
 SWEEP = ("10mbit", "25mbit", "50mbit", "100mbit", "250mbit", "1000mbit")
 TORCH_ALONE = "PyTorch, no communication"
+PEER_OPTIONS: dict[str, dict[str, Any]] = {
+    "power_sgd": dict(rank=4, bucket_cap_mb=1000),
+    "decent_dp": dict(topology="one-peer-exp", period=2),
+}
 
 
-def rows(task: race.Task, pauses: bool = False) -> list[Row]:
+def rows(task: race_rows.Task, pauses: bool = False) -> list[Row]:
     """Return the rows of a task, first that without communication; with `pauses` those of the jitter panel, which can pause."""
-    names = JITTERED if pauses else [name for name in race.ROWS if name not in LEFT_OUT]
-    shorthands = {ALONE: SHORTHANDS[ALONE], **{name: race.ROWS[name].shorthand for name in names}}
+    names = JITTERED if pauses else [name for name in race_rows.ROWS if name not in LEFT_OUT]
+    shorthands = {ALONE: SHORTHANDS[ALONE], **{name: race_rows.ROWS[name].shorthand for name in names}}
     own: dict[str, Any] = {"file": task.config, "model": {}, "batch_size": task.batch_size // HOSTS, **task.fields}
     return [
         decjax(f"{name}, pauses" if pauses else name, text, WHOLE if "allreduce" in text else BUCKET, pauses=pauses, **own)
@@ -43,15 +47,12 @@ def rows(task: race.Task, pauses: bool = False) -> list[Row]:
     ]
 
 
-def peers(task: race.Task) -> list[Row]:
+def peers(task: race_rows.Task) -> list[Row]:
     """Return the rows of PyTorch, for the language model."""
     own: dict[str, Any] = {"model": sizes(task.config), "batch_size": task.batch_size // HOSTS}
     return [
         torch(TORCH_ALONE, "alone", **own),
-        torch("PyTorch DDP fp32", "ddp", **own),
-        torch("PyTorch DDP fp16", "float16", **own),
-        torch("PyTorch DDP, PowerSGD rank 4", "power_sgd", rank=4, bucket_cap_mb=1000, **own),
-        torch("decent-dp one-peer exponential", "decent_dp", topology="one-peer-exp", period=2, **own),
+        *(torch(name, row.shorthand, **own, **PEER_OPTIONS.get(row.shorthand, {})) for name, row in race_rows.PEERS.items()),
     ]
 
 
@@ -67,7 +68,7 @@ def measure(runner: Runner, chosen: list[Row], rounds: int) -> dict[str, dict[st
 
 def main() -> None:
     use_one_thread()
-    task = race.TASKS[FLAGS.task]
+    task = race_rows.TASKS[FLAGS.task]
     path = script.folder() / f"{FLAGS.task}_steps.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     saved: dict[str, Any] = files.read_json(path) if path.exists() else {}
@@ -81,11 +82,11 @@ def main() -> None:
             saved[rate] = measure(runner, chosen, FLAGS.rounds)
             script.save(str(path), **saved)
             print(f"{rate}: measured", flush=True)
-        if FLAGS.jitter and "jitter" not in saved:
+        if FLAGS.jitter and race_rows.JITTER not in saved:
             pausing = rows(task, pauses=True)
             runner.prepare_all(pausing)
             network.set_rate(task.rate)
-            saved["jitter"] = jittered(runner, pausing, statistics.median(saved[task.rate][ALONE]["step_s"]), FLAGS.rounds)
+            saved[race_rows.JITTER] = jittered(runner, pausing, statistics.median(saved[task.rate][ALONE]["step_s"]), FLAGS.rounds)
             script.save(str(path), **saved)
     script.show(*(tabulate(rate, measured) for rate, measured in saved.items()), *runner.refusals)
 
@@ -93,7 +94,7 @@ def main() -> None:
 def jittered(runner: Runner, pausing: list[Row], pause_s: float, rounds: int) -> dict[str, dict[str, Any]]:
     """Return what `measure` returns, of steps with pauses, without and with jitter."""
     found: dict[str, dict[str, Any]] = {}
-    for kind, mean_s in (("fixed", 0.0), ("jitter", JITTER * pause_s)):
+    for kind, mean_s in (("fixed", 0.0), (race_rows.JITTER, JITTER_SHARE * pause_s)):
         for seed in range(rounds):
             for row in pausing:
                 visit = runner.visit(row, 2 * STEPS, pause_s=(pause_s, mean_s), seed=seed)
@@ -103,7 +104,9 @@ def jittered(runner: Runner, pausing: list[Row], pause_s: float, rounds: int) ->
 
 def tabulate(rate: str, measured: dict[str, dict[str, Any]]) -> script.Table:
     """Return the median milliseconds per step of all rows at a rate, and their ratio to fp32 all-reduce."""
-    first = statistics.median(next((numbers["step_s"] for name, numbers in measured.items() if name.startswith(race.FP32)), [0.0]))
+    first = statistics.median(
+        next((numbers["step_s"] for name, numbers in measured.items() if name.startswith(race_rows.FP32)), [0.0])
+    )
     table = script.table("", "ms per step", "÷ all-reduce fp32", "kB out of a host", title=rate)
     for name, numbers in measured.items():
         step_s = statistics.median(numbers["step_s"])
@@ -114,7 +117,7 @@ def tabulate(rate: str, measured: dict[str, dict[str, Any]]) -> script.Table:
 
 if __name__ == "__main__":
     script.define("out", "peers")
-    flags.DEFINE_enum("task", "lm", list(race.TASKS), "Task whose steps are timed.")
+    flags.DEFINE_enum("task", "lm", list(race_rows.TASKS), "Task whose steps are timed.")
     flags.DEFINE(cluster.Rates(), "rates", None, "Rates of every link, both ways; none: the task's own and those of the sweep.")
     flags.DEFINE_integer("rounds", 5, "Visits of each row at each rate.", lower_bound=1)
     flags.DEFINE_bool("jitter", True, "Whether to measure lead rows with jitter, too.")

@@ -72,14 +72,14 @@ def processes_in(space: str) -> list[int]:
 
 
 def checked_rate(rate: str) -> str:
-    if rate != UNLIMITED and not _LEAST_RATE <= _bits(rate) <= _LARGEST_RATE:
+    if rate != UNLIMITED and not _LEAST_RATE <= bits_per_s(rate) <= _LARGEST_RATE:
         shown = rate if len(rate) <= 40 else f"{rate[:37]}…"
         units = "must be a number with bit, kbit, mbit or gbit (per second)"
         command.refuse(f"rate={shown!r}: {units}, as in 200mbit, from 1kbit to 1000gbit, or {UNLIMITED}")
     return rate
 
 
-def _bits(rate: str) -> float:
+def bits_per_s(rate: str) -> float:
     """Return the bits per second of a rate; nan if it is invalid."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmg]?)bit", rate)
     return float(match[1]) * _BITS[match[2]] if match else math.nan
@@ -87,7 +87,7 @@ def _bits(rate: str) -> float:
 
 def _burst(rate: str) -> int:
     """Return the bytes of a link's token bucket."""
-    return max(_LEAST_BURST, int(_BURST_S * _bits(rate) / 8))
+    return max(_LEAST_BURST, int(_BURST_S * bits_per_s(rate) / 8))
 
 
 def pairs(text: str, hosts: int) -> list[tuple[int, int, str]]:
@@ -107,7 +107,7 @@ def slow_class(rate: str, number: int, address: str) -> list[list[str]]:
 
     They create the class, its queue, and the filter of packets to an address.
     """
-    queue_bytes = max(_LEAST_BURST, int(_bits(rate) / 8 * 0.05))
+    queue_bytes = max(_LEAST_BURST, int(bits_per_s(rate) / 8 * 0.05))
     return [
         ["class", "replace", "parent", "10:", "classid", f"10:{number}", "htb", "rate", rate, "burst", str(_burst(rate))],
         ["qdisc", "replace", "parent", f"10:{number}", "bfifo", "limit", str(queue_bytes)],

@@ -5,65 +5,114 @@ import math
 
 import pytest
 
-from experiments import race, race_steps, script, trials
+from experiments import race, race_rows, race_steps, script, trials
 from tests import commands
 
 
 def test_a_target_counts_from_where_the_loss_stays_below_it():
     losses = [(50, 3.0), (100, 2.0), (150, 2.2), (200, 1.0)]
-    assert race.steps_to(losses, 2.5) == 75
-    assert race.steps_to(losses, 2.1) == pytest.approx(150 + 50 / 12)  # 2.0 did not last
-    assert race.steps_to(losses, 3.5) == 50
-    assert math.isinf(race.steps_to(losses, 0.5))
+    assert race_rows.steps_to(losses, 2.5) == 75
+    assert race_rows.steps_to(losses, 2.1) == pytest.approx(150 + 50 / 12)  # 2.0 did not last
+    assert race_rows.steps_to(losses, 3.5) == 50
+    assert math.isinf(race_rows.steps_to(losses, 0.5))
 
 
 def test_a_loss_between_evaluations():
     losses = [(50, 3.0), (100, 2.0)]
-    assert [race.loss_at(losses, step) for step in (10, 50, 75, 100, 120)] == [3.0, 3.0, 2.5, 2.0, 2.0]
+    assert [race_rows.loss_at(losses, step) for step in (10, 50, 75, 100, 120)] == [3.0, 3.0, 2.5, 2.0, 2.0]
 
 
-@pytest.mark.parametrize(("outer", "trials"), [((), 5), (race.OUTER, 7)])
+@pytest.mark.parametrize(("outer", "trials"), [((), 5), (race_rows.OUTER, 7)])
 def test_rows_are_tuned_alike(monkeypatch, tmp_path, outer, trials):
     """Three rates, the row's other options at the best of them, then rates √2 below and above."""
     asked = []
 
     def curve(self, name, setting, seed, steps):
         asked.append(setting)
-        assert seed == race.TUNING_SEED and steps == race.TASKS["lm"].tuning_steps
+        assert seed == race_rows.TUNING_SEED and steps == race_rows.TASKS["lm"].tuning_steps
         worse = {"": 0.0, "0.5, 0.5": 0.2, "1.0, 0.0": 0.1, "0.7, 0.9": 0.3}[setting.outer]
-        return race.Curve(steps, [(steps, abs(math.log(setting.rate / 0.02)) + worse)], 0.0)
+        return race_rows.Curve(steps, [(steps, abs(math.log(setting.rate / 0.02)) + worse)], 0.0)
 
     monkeypatch.setattr(race.Race, "curve", curve)
-    monkeypatch.setitem(race.ROWS, "row", race.Row("", race.LOCAL, outer=outer))
-    best, tried = race.Race(race.TASKS["lm"], tmp_path, None, "", smoke=False).tune("row")
-    assert best == race.Setting(0.0226, "1.0, 0.0" if outer else "") and len(tried) == trials == len(set(asked))
+    monkeypatch.setitem(race_rows.ROWS, "row", race_rows.Row("", race_rows.LOCAL, outer=outer))
+    best, tried = race.Race(race_rows.TASKS["lm"], out=tmp_path, log=None).tune("row")
+    assert best == race_rows.Setting(0.0226, "1.0, 0.0" if outer else "") and len(tried) == trials == len(set(asked))
 
 
-def test_time_to_target_is_steps_times_seconds(tmp_path):
-    """A row with steps half as long is twice as fast; one that never reaches the target has no speed-up."""
+def test_the_first_row_sets_the_targets_and_slower_rows_train_longer(monkeypatch, tmp_path):
+    def curve(self, name, setting, seed, steps):
+        speed = 1.0 if name == race_rows.FP32 else 0.6
+        return race_rows.Curve(steps, [(step, 3.0 - speed * step / 1250 + seed / 100) for step in range(50, steps + 1, 50)])
+
+    monkeypatch.setattr(race.Race, "curve", curve)
+    monkeypatch.setattr(race.Race, "tune", lambda self, name: (race_rows.Setting(0.01), {race_rows.Setting(0.01): 1.0}))
+    runs = race.Race(race_rows.TASKS["lm"], out=tmp_path, log=None)
+    targets = runs.targets(runs.result(race_rows.FP32))
+    assert targets == pytest.approx((1.02, 2.02))
+    result = runs.result("PyTorch DDP fp32", targets[0])
+    assert result.steps == 5000 and len(result.curves) == race_rows.SEEDS
+    assert race_rows.Result.of(json.loads(json.dumps(result._asdict()))) == result
+
+
+@pytest.fixture
+def results():
+    """A row that needs as many steps as the first row, and one that never reaches its final loss."""
     losses = [(step, 3.0 - step / 1250) for step in range(50, 2501, 50)]
-    higher = [(step, loss + 0.5) for step, loss in losses]
-    curves = {race.FP32: losses, "gossip int8": losses, "gossip bf16": higher}
-    results = {
-        name: race.Result(race.Setting(0.01), {race.Setting(0.01): 1.0}, 2500, [race.Curve(2500, each, 1.0)] * 2)
+    curves = {race_rows.FP32: losses, "gossip int8": losses, "gossip bf16": [(step, loss + 0.5) for step, loss in losses]}
+    return {
+        name: race_rows.Result(race_rows.Setting(0.01), {"0.01": 1.0}, 2500, [race_rows.Curve(2500, each, 1.0)] * 2)
         for name, each in curves.items()
     }
-    (times := tmp_path / "steps.json").write_text(
-        json.dumps({"20mbit": {name: {"step_s": [0.4, 0.2, 0.4]} if name == race.FP32 else {"step_s": [0.2]} for name in curves}})
-    )
-    step_s = race.step_times(str(times), "20mbit")
-    assert step_s[race.FP32] == 0.4
-    of_task = race.Race(race.TASKS["lm"], tmp_path, None, "", smoke=False)
-    assert of_task.targets(results) == (1.0, 2.0)
+
+
+@pytest.fixture
+def times(tmp_path):
+    """Steps of 0.1 s, and 0.3 s on the wire at 20 Mbit/s, for gossip a tenth of it."""
+
+    def row(name, rate):
+        wire_s = 0.3 * (20 / rate) * (1.0 if name == race_rows.FP32 else 0.1)
+        numbers = {"step_s": [wire_s + 0.1, 0.01, wire_s + 0.1], "sent_bytes": wire_s * rate / 8 * 1e6}
+        return numbers if name == race_rows.FP32 else numbers | {"step_s": [0.2]}
+
+    measured = {
+        f"{rate}mbit": {name: row(name, rate) for name in (race_rows.FP32, "gossip int8", "gossip bf16")} for rate in (20, 100)
+    }
+    measured["jitter"] = {
+        f"{name}, {kind}": {"step_s": [1.0]} for name in (race_rows.FP32, "gossip int8") for kind in ("fixed", "jitter")
+    }
+    (path := tmp_path / "steps.json").write_text(json.dumps(measured))
+    return race.StepTimes.read(str(path))
+
+
+def test_time_to_target_is_steps_times_seconds(results, times, tmp_path):
+    """A row with steps half as long is twice as fast; one that never reaches the target has no speed-up."""
+    step_s = times.at("20mbit")
+    assert step_s == {race_rows.FP32: 0.4, "gossip int8": 0.2, "gossip bf16": 0.2}
     ends = race.finishes(results, step_s, 2.0)
     assert ends["gossip int8"].times_s == pytest.approx([250, 250]) and ends["gossip int8"].speedups == pytest.approx([2, 2])
     assert ends["gossip bf16"].reached and not race.finishes(results, step_s, 1.0)["gossip bf16"].reached
-    text = script.markdown(race.tabulate_times(of_task, results, step_s))
+    text = script.markdown(race.tabulate_times(results, step_s, (1.0, 2.0)))
     assert "never" in text and "2.00 ± 0.00" in text and "500 ± 0" in text
-    race.draw(str(tmp_path / "race.png"), of_task, results, step_s)
-    assert (tmp_path / "race.png").stat().st_size > 10_000
+    race.draw(str(tmp_path / "race.png"), "nats/byte", results, times, "20mbit", 2.0)
+    race.draw_bandwidths(str(tmp_path / "rates.png"), results, times, [*results], 2.0)
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("race.png", "rates.png"))
     with pytest.raises(trials.Broken, match="has no step times at 5mbit, only at 20mbit"):
-        race.step_times(str(times), "5mbit")
+        times.at("5mbit")
+
+
+def test_a_step_is_predicted_from_its_bytes(times):
+    assert times.rates == ["20mbit", "100mbit"] and times.with_jitter() == {race_rows.FP32: 1.0, "gossip int8": 1.0}
+    assert times.predicted_s(race_rows.FP32, "20mbit") == pytest.approx(0.4)
+    assert times.predicted_s("gossip int8", "20mbit") == pytest.approx(0.2)  # 0.03 s on the wire while it computes
+
+
+def test_rows_are_equally_fast_at_the_crossover(results, times):
+    found = race.crossover([10, 100, 1000], [0.25, 0.5, 2.0], 0.1)
+    assert found.at == pytest.approx(10**2.5) and found.low < found.at < found.high
+    assert math.isnan(race.crossover([10, 100], [0.25, 0.5], 0.1).at)
+    text = script.markdown(race.tabulate_crossovers(results, times, [race_rows.FP32, "gossip int8"], 2.0))
+    line = text.splitlines()[-1].split("|")
+    assert [cell.strip() for cell in line[3:5]] == ["gossip int8", race_rows.FP32] and 20 < float(line[5]) < 100
 
 
 def test_a_race_of_tiny_models(tmp_path):
@@ -79,6 +128,6 @@ def test_a_race_of_tiny_models(tmp_path):
 
 
 def test_every_row_of_the_race_is_timed_but_those_left_out():
-    timed = {row.name for row in race_steps.rows(race.TASKS["lm"])}
-    assert {*race.ROWS} - timed == {*race_steps.LEFT_OUT}
-    assert {*race_steps.JITTERED} <= {*race.ROWS}
+    timed = {row.name for row in race_steps.rows(race_rows.TASKS["lm"])}
+    assert {*race_rows.ROWS} - timed == {*race_steps.LEFT_OUT}
+    assert {*race_steps.JITTERED} <= {*race_rows.ROWS}
