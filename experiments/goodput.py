@@ -18,6 +18,7 @@ so the run with faults is also compared with its own *quiet* stretches, in which
 from collections.abc import Iterator, Sequence
 import itertools
 import math
+import pathlib
 import statistics
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ FLAGS = flags.FLAGS
 
 LARGER = dict(vocabulary=512, context=128, width=160, hidden=640, heads=5, depth=4)
 FIELDS = {"log_every": 20, "checkpoint.every": 100, "schedule.final_fraction": 1.0, "bucket_bytes": 2**21}
+RATE, PER_HOUR = "100mbit", 125.0  # of the pages
 QUIET_S = 12.0  # after a death, until the group has recovered
 
 
@@ -54,16 +56,20 @@ ROWS = (
 )
 
 
+def path_of(out: pathlib.Path, row: Row, per_hour: float) -> pathlib.Path:
+    """Return the file with the events of a row with so many faults an hour."""
+    return out / f"{trials.name_of(row.name)}_{per_hour:g}" / "events.jsonl"
+
+
 def events(row: Row, minutes: float, per_hour: float) -> list[Event]:
     """Return the events of a row with so many faults an hour; train it unless that is done."""
-    folder = script.folder() / f"{trials.name_of(row.name)}_{per_hour:g}"
+    path = path_of(script.folder(), row, per_hour)
     larger = {f"model.{name}": value for name, value in LARGER.items()} if row.is_larger else {}
     fields = larger | trials.STEPS_ONLY | FIELDS
-    trial = trials.Trial(folder / "run", f"configs/lm.py:{row.shorthand},workers={HOSTS},steps=1000000", tuple(fields.items()))
+    trial = trials.Trial(path.parent / "run", f"configs/lm.py:{row.shorthand},workers={HOSTS},steps=1000000", tuple(fields.items()))
     chaos = lambda start: f"storm(per_hour={per_hour:g},seed={start})" if per_hour else ""
-    return Launch(HOSTS, FLAGS.rate, chaos, 60 * minutes, row.elastic).events(
-        folder / "events.jsonl", folder / "launcher.log", trial
-    )
+    launch = Launch(HOSTS, FLAGS.rate, chaos, 60 * minutes, row.elastic)
+    return launch.events(path, path.parent / "launcher.log", trial)
 
 
 class Phase(NamedTuple):
@@ -173,9 +179,9 @@ def tabulate(results: dict[str, tuple[Figures, Figures]]) -> script.Table:
     return table
 
 
-def draw(path: str, recorded: dict[str, list[Event]]) -> None:
+def draw(path: str, recorded: dict[str, list[Event]], rate: str = RATE, per_hour: float = PER_HOUR) -> None:
     """Draw loss against time, and the number of workers that take part."""
-    caption = f"{HOSTS} hosts, links of {FLAGS.rate}; a random process is killed {FLAGS.per_hour:g} times an hour"
+    caption = f"{HOSTS} hosts, links of {rate}; a random process is killed {per_hour:g} times an hour"
     with script.panels(path, 2, (11.0, 4.2), caption) as (by_time, workers):
         for color, (name, events) in zip(script.COLORS, recorded.items()):
             rows = [event for event in events if event.kind == "row"]
@@ -192,8 +198,7 @@ def main() -> None:
     out, rows = script.folder(), script.choose(ROWS, FLAGS.row)
     runs = (FLAGS.calm_minutes, 0.0), (FLAGS.minutes, FLAGS.per_hour)
     script.check_tables("goodput")
-    paths = [out / f"{trials.name_of(row.name)}_{per_hour:g}/events.jsonl" for row in rows for _, per_hour in runs]
-    if not all(path.exists() for path in paths):
+    if not all(path_of(out, row, per_hour).exists() for row in rows for _, per_hour in runs):
         with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
             pass  # Fails early if the machine cannot emulate the cluster.
     script.claim(out, rate=FLAGS.rate, minutes=FLAGS.minutes, calm_minutes=FLAGS.calm_minutes, per_hour=FLAGS.per_hour)
@@ -205,13 +210,13 @@ def main() -> None:
     table = tabulate(results)
     script.show(table)
     numbers = {name: [each._asdict() for each in pair] for name, pair in results.items()}
-    script.publish("goodput", table, lambda path: draw(path, recorded), **numbers)
+    script.publish("goodput", table, lambda path: draw(path, recorded, FLAGS.rate, FLAGS.per_hour), **numbers)
 
 
 if __name__ == "__main__":
     script.define("out", "row", "pages", rows=ROWS)
-    flags.DEFINE_string("rate", "100mbit", "Rate of every link.")
+    flags.DEFINE_string("rate", RATE, "Rate of every link.")
     flags.DEFINE_float("minutes", 30.0, "Duration of each run with faults.", lower_bound=0.5)
     flags.DEFINE_float("calm_minutes", 4.0, "Duration of each run without faults.", lower_bound=0.5)
-    flags.DEFINE_float("per_hour", 125.0, "Processes that are killed.", lower_bound=1.0)
+    flags.DEFINE_float("per_hour", PER_HOUR, "Processes that are killed.", lower_bound=1.0)
     script.run(main, ERRORS)

@@ -80,15 +80,15 @@ def data_of(part: str, out: pathlib.Path, log: ResultsLog) -> str:
     return CHECKSUMS[flag]
 
 
-def make(part: str, data: str, out: pathlib.Path, log: ResultsLog) -> tuple[script.Table, Draw, dict[str, Any]]:
+def make(part: str, data: str, out: pathlib.Path, log: ResultsLog, smoke: bool) -> tuple[script.Table, Draw, dict[str, Any]]:
     """Return (table, function that draws the figure, all numbers) of a part; `data` as in `chosen`."""
     if part == "noise_floor":
-        floors = noise_floor.run(out, log, FLAGS.smoke)
+        floors = noise_floor.run(out, log, smoke)
         return noise_floor.tabulate(floors), lambda path: noise_floor.draw(path, floors), dict(floors)
     if part == "stability":
-        limits = stability.run(FLAGS.smoke)
-        return stability.tabulate(limits), lambda path: stability.draw(path, FLAGS.smoke), dict(limits)
-    found = quality.run(quality.Runs(out, log, part, data, FLAGS.smoke))
+        limits = stability.run(smoke)
+        return stability.tabulate(limits), lambda path: stability.draw(path, smoke), dict(limits)
+    found = quality.run(quality.Runs(out, log, part, data, smoke))
     rows = {method: result._asdict() for method, result in found.items()}
     return quality.tabulate(part, found), lambda path: quality.draw(path, part, found), rows
 
@@ -98,7 +98,7 @@ def main() -> None:
     check()
     log = ResultsLog.of(out, FLAGS.results, trials.Pool(FLAGS.together))
     for part, data in chosen(out, log).items():
-        table, draw, numbers = make(part, data, out, log)
+        table, draw, numbers = make(part, data, out, log, FLAGS.smoke)
         script.show(part, table)
         script.publish(part, table, draw, **numbers)
 

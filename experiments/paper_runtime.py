@@ -30,6 +30,7 @@ twice the line rate of its NIC. Whether messages were of 16 bits or the links fa
 the quotient of bytes and bandwidth matters.
 """
 
+from collections.abc import Sequence
 import functools
 import json
 from typing import NamedTuple
@@ -153,6 +154,12 @@ def predict_at(name: str, num_gpus: int, sizes: tuple[int, ...] | None = None) -
     return predict_ms(name, num_gpus, theta, num_steps=400, num_replicas=8)
 
 
+def fitted(names: Sequence[str]) -> list[tuple[str, int, np.ndarray]]:
+    """Return (cluster, GPUs, predicted ms) of the measured sizes of clusters, and of the next larger one."""
+    sizes_of = {name: tuple(MEASURED_MS[name]) for name in names}
+    return [(name, size, predict_at(name, size)) for name, sizes in sizes_of.items() for size in (*sizes, 2 * sizes[-1])]
+
+
 def errors(name: str, num_gpus: int, predicted_ms: np.ndarray) -> np.ndarray:
     """Return the relative errors of predictions at a measured size, in percent."""
     return 100 * (predicted_ms / np.array(MEASURED_MS[name][num_gpus]) - 1)
@@ -213,7 +220,7 @@ def main() -> None:
         print(json.dumps(predicted) if FLAGS.json else "\n".join(lines))
         return
     sizes_of = {name: tuple(MEASURED_MS[name]) for name in ([FLAGS.cluster] if FLAGS.cluster else CLUSTERS)}
-    rows = [(name, size, predict_at(name, size)) for name, sizes in sizes_of.items() for size in (*sizes, 2 * sizes[-1])]
+    rows = fitted(list(sizes_of))
     script.show(tabulate("ms per iteration, measured | predicted", rows), summary(rows) + " over the fitted rows")
     if FLAGS.leave_one_out:
         left_out = [

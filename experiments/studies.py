@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 WORKERS, NODE, WINDOW = 16, 4, 8
 LEAD, OTHERS = 3, 1  # seeds of the rows of a claim, and of the others
 ALL_REDUCE = "all-reduce, AdamW"
-CHECKSUMS = {"multi30k": "c857046e", "cifar10": "0be870b2", "shakespeare": "df613551"}  # of the data of the results pages, by flag
+# Of the data of the results pages, by flag.
+CHECKSUMS = {"multi30k": "c857046e", "cifar10": "0be870b2", "shakespeare": "df613551", "text": "0509bf97"}
 
 
 class Row(NamedTuple):
