@@ -1,6 +1,5 @@
 """Figures and tables of the pages are those of the recorded results."""
 
-import pathlib
 import shutil
 
 from matplotlib import image
