@@ -1,4 +1,4 @@
-"""Measured numbers in the prose of README and docs/results agree with the tables.
+"""Measured numbers in the prose of README, docs/results and docs/research agree with the tables.
 
 A number with a unit of measurement must be a rounded number of a table of its page, or appear on a results page that its paragraph links
 to. Any other number is listed at the end of the page, with its derivation from numbers of the page or of a file, or with its source:
@@ -18,8 +18,8 @@ from typing import NamedTuple
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "results").glob("*.md"))]
-NUMBER = r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e-?\d+)?"
+PAGES = [ROOT / "README.md", *(path for name in ("results", "research") for path in sorted((ROOT / "docs" / name).glob("*.md")))]
+NUMBER = r"(?<![\w.,])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e-?\d+)?"
 # Units of prose, and the words in the header of a column of numbers with such a unit.
 KINDS = {
     "×": "",
@@ -145,7 +145,7 @@ def wrong(path):
             yield f"{number} is not in the prose"
         if derivation:
             formula, file = DERIVATION.fullmatch(derivation).groups()
-            source = (ROOT / file).read_text() if file else page.text
+            source = re.sub(r"(?<=\d),(?=\d{3})", "", (ROOT / file).read_text() if file else page.text)
             if missing := [
                 literal for literal in re.findall(NUMBER, formula) if literal not in CONSTANTS and literal not in source
             ]:
@@ -154,7 +154,7 @@ def wrong(path):
                 yield f"{number} = {derivation}: it is {value:.4g}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_numbers_in_prose_are_those_of_the_tables(path):
     assert [*unaccounted(path), *wrong(path)] == []
 
