@@ -1,4 +1,4 @@
-"""Measured numbers in the prose of README, docs/results and docs/research agree with the tables.
+"""Measured numbers in the prose of README, docs/choosing.md, docs/results and docs/research agree with the tables.
 
 A number with a unit of measurement must be a rounded number of a table of its page, or appear on a results page that its paragraph links
 to. Any other number is listed at the end of the page, with its derivation from numbers of the page or of a file, or with its source:
@@ -18,7 +18,8 @@ from typing import NamedTuple
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *(path for name in ("results", "research") for path in sorted((ROOT / "docs" / name).glob("*.md")))]
+CLAIMS = [ROOT / "README.md", ROOT / "docs" / "choosing.md"]  # pages whose tables have the numbers of other pages
+PAGES = [*CLAIMS, *(path for name in ("results", "research") for path in sorted((ROOT / "docs" / name).glob("*.md")))]
 NUMBER = r"(?<![\w.,])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e-?\d+)?"
 # Units of prose, and the words in the header of a column of numbers with such a unit.
 KINDS = {
@@ -60,7 +61,7 @@ class Measured(NamedTuple):
 class Page(NamedTuple):
     """A page, divided into what is checked and what it is checked against."""
 
-    prose: list[str]  # paragraphs, and rows of tables that link to results
+    prose: list[str]  # paragraphs, and rows of tables that link to results or repeat those of other pages
     cells: list[tuple[str, str]]  # (header, cell) of all other rows
     listed: list[tuple[Measured, str]]  # numbers and their derivations; "" for a number with a source
     text: str
@@ -112,12 +113,19 @@ def read(path):
         listed += [(number, rest if sign == "=" else "") for number in measured(numbers)]
     text = re.sub(r"^(```|~~~).*?^\1|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"`[^`\n]*`|^    .*$", "", text, flags=re.MULTILINE)
-    prose, cells = re.split(r"\n\n|\n(?=- )", re.sub(r"^\|.*\|$", "", text, flags=re.MULTILINE)), []
-    for table in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
-        header, *rows = table.splitlines()
-        prose += (claims := [row for row in rows if linked(path, row)])
-        cells += [cell for row in rows if row not in claims for cell in zip(header.split("|"), row.split("|"))]
-    return Page([re.sub(r"\s+", " ", paragraph) for paragraph in prose], [c for c in cells if "tuning" not in c[0]], listed, text)
+    prose, cells, before = list[str](), list[tuple[str, str]](), ""
+    for block in re.split(r"\n\n|\n(?=- )", text):
+        if not block.lstrip().startswith("|"):
+            prose.append(re.sub(r"\s+", " ", block))
+            before = "".join(match[0] for match in LINK.finditer(block))
+            continue
+        header, *rows = block.strip().splitlines()
+        for row in rows:
+            if linked(path, row) or path in CLAIMS:
+                prose.append(row if linked(path, row) else row + before)
+            else:
+                cells += zip(header.split("|"), row.split("|"))
+    return Page(prose, [cell for cell in cells if "tuning" not in cell[0]], listed, text)
 
 
 def linked(path, text):
