@@ -181,7 +181,7 @@ def tabulate(results: dict[str, tuple[Figures, Figures]]) -> script.Table:
 
 def draw(path: str, recorded: dict[str, list[Event]], rate: str = RATE, per_hour: float = PER_HOUR) -> None:
     """Draw loss against time, and the number of workers that take part."""
-    caption = f"{HOSTS} hosts, links of {rate}; a random process is killed {per_hour:g} times an hour"
+    caption = f"{HOSTS} hosts, links of {rate.replace('mbit', ' Mbit/s')}; a random process is killed {per_hour:g} times an hour"
     with script.panels(path, 2, (11.0, 4.2), caption) as (by_time, workers):
         for color, (name, events) in zip(script.COLORS, recorded.items()):
             rows = [event for event in events if event.kind == "row"]
@@ -190,7 +190,7 @@ def draw(path: str, recorded: dict[str, list[Event]], rate: str = RATE, per_hour
             at_min = [phase.start_s / 60 for phase in found]
             workers.plot(at_min, [len(phase.members) for phase in found], color=color, drawstyle="steps-post", linewidth=1.0)
         by_time.set(xlabel="minutes", ylabel="training loss, nats/byte")
-        workers.set(xlabel="minutes", ylabel="workers that take part", ylim=(0, HOSTS + 0.2))
+        workers.set(xlabel="minutes", ylabel="participating workers", yticks=range(HOSTS + 1), ylim=(0, HOSTS + 0.2))
         by_time.legend(frameon=False, fontsize=8)
 
 

@@ -170,7 +170,7 @@ def draw(path: str, found: Mapping[str, Result]) -> None:
         drawn = {name: (result.sent, result.spread.mean) for name, result in found.items() if result.spread}
         for name in [name for name in drawn if not ROWS[name].outer]:
             axis.annotate(name, drawn[name], (7, -3), textcoords="offset points", fontsize=7, color="0.3")
-        axis.set(xscale="log", xlabel="bytes that a worker sends, mean of a step", ylabel="nats/byte")
+        axis.set(xscale="log", xlabel="bytes sent per worker and step", ylabel="nats/byte")
         axis.set_xlim(right=8 * max((sent for sent, _ in drawn.values()), default=1.0))  # room for names
         axis.legend(frameon=False, fontsize=8)
 
