@@ -41,7 +41,7 @@ def build(tmp_path):
 
     def build(page="", text="", name="x", cell=None):
         pages = ["index.md"] + ["notebook.ipynb"] * (cell is not None)
-        settings = {"INHERIT": f"{ROOT}/mkdocs.yml", "nav": pages, "hooks": [f"{ROOT}/tests/dead_links.py"]}
+        settings = {"INHERIT": f"{ROOT}/mkdocs.yml", "nav": pages, "hooks": [f"{ROOT}/tests/site_links.py"]}
         (tmp_path / "mkdocs.yml").write_text(json.dumps(settings))
         (tmp_path / "docs" / "index.md").write_text(PAGE + page)
         (tmp_path / "module.py").write_text(MODULE.format(text=text, name=name))

@@ -1,11 +1,12 @@
-"""Hook of mkdocs that warns of dead links in the built pages: mkdocs does not check those of notebooks, nor HTML in pages."""
+"""Hook of mkdocs for links that mkdocs itself neither converts nor checks: those of notebooks, and HTML in pages."""
 
 import html.parser
 import logging
 import pathlib
+import re
 import urllib.parse
 
-log = logging.getLogger("mkdocs.hooks.dead_links")
+log = logging.getLogger("mkdocs.hooks.site_links")
 
 
 class Page(html.parser.HTMLParser):
@@ -22,6 +23,11 @@ class Page(html.parser.HTMLParser):
                 self.targets.append(value)
             elif value and name in ("id", "name"):
                 self.anchors.add(value)
+
+
+def on_page_content(html: str, page, **_) -> str:
+    """Point a notebook's links to the pages of the site instead of their sources."""
+    return re.sub(r'href="([^":]+)\.md(#[^"]*)?"', r'href="\1.html\2"', html) if page.file.src_uri.endswith(".ipynb") else html
 
 
 def on_post_build(config) -> None:
