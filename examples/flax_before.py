@@ -8,7 +8,7 @@ import time
 from absl import app, flags
 from flax import nnx
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import optax
 from sklearn import datasets
@@ -44,7 +44,7 @@ def main(argv):
         return images[index], labels[index]
 
     graph, params = nnx.split(Net(WIDTH.value, nnx.Rngs(0)))
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    mesh = Mesh(jax.devices(), ("data",))
     replicated, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     tx = optax.adamw(1e-3)
 
