@@ -95,7 +95,11 @@ def _files(path: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
     """(folder that paths are relative to, files) of a text file, a folder, or the standard library."""
     if not path:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
-        return root, sorted(p for p in root.rglob("*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts))
+        found = []
+        for folder, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if name not in _NOT_LIBRARY]  # Listing installed packages takes half a second.
+            found += [pathlib.Path(folder, name) for name in names if name.endswith(".py") and name not in _NOT_LIBRARY]
+        return root, sorted(found)
     root = pathlib.Path(os.path.expanduser(path))
     expect(
         os.path.exists(root),  # Unlike pathlib's functions, os.path's raise nothing on an invalid path.
