@@ -1,4 +1,4 @@
-"""The JobSet of docs/guides/launching.md has the fields and types of its schema, and its values are consistent.
+"""The JobSet examples/jobset.yaml has the fields and types of its schema, and its values are consistent.
 
 The fields are those of `api/jobset/v1alpha2/jobset_types.go` of kubernetes-sigs/jobset at commit 0336a8f, and of JobSpec, PodSpec
 and Container in Kubernetes 1.31 (`batch/v1`, `v1`), as far as a training job needs them: the API server would drop or refuse any
@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from launch import command
+from tests import docs_commands_test
 
-PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs/guides/launching.md"
+MANIFEST = pathlib.Path(__file__).resolve().parents[1] / "examples/jobset.yaml"
 
 
 class Required(str):
@@ -123,8 +124,7 @@ def faults(value, schema, where="manifest"):
 
 @pytest.fixture
 def manifest():
-    (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return yaml.safe_load(text)
+    return yaml.safe_load(MANIFEST.read_text())
 
 
 def test_it_has_the_fields_and_types_of_the_schema(manifest):
@@ -135,7 +135,10 @@ def test_it_says_the_same_everywhere(manifest):
     (job,) = manifest["spec"]["replicatedJobs"]
     spec, pod = job["template"]["spec"], job["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    flags = dict(re.findall(r"--(\w+)=(\S+)", container["args"][0]))
+    text = container["args"][0]
+    (started,) = docs_commands_test.python_commands(text.replace("\\\n", " "))
+    assert docs_commands_test.command_faults(*started) == []
+    flags = dict(re.findall(r"--(\w+)=(\S+)", text))
     # The name of a pod: JobSet, job, index of the job, index of the pod; the subdomain is the JobSet's name.
     name, port = manifest["metadata"]["name"], container["ports"][0]["containerPort"]
     assert flags["coordinator"] == f"{name}-{job['name']}-0-0.{name}:{port}"
