@@ -15,7 +15,7 @@ from launch.processes import free_port
 from tests.commands import ROOT
 
 PROCESSES = 2
-# The variables read by launch/join.py and jax.distributed; docs/guides/launching.md names the same ones.
+# The variables read by launch/join.py and jax.distributed.
 SLURM = {
     "SLURM_JOB_ID": "1",
     "SLURM_STEP_NODELIST": "localhost",
