@@ -282,6 +282,12 @@ def test_commands_of_code_blocks_are_what_a_shell_takes():
     assert len(lines) > 10 and told.returncode == 0, told.stderr
 
 
+def test_the_jobset_has_a_command_that_trains():
+    lines = (ROOT / "examples" / "jobset.yaml").read_text().replace("\\\n", " ").splitlines()
+    (started,) = [command for line in lines if " -m " in line for command in python_commands(line)]
+    assert command_faults(*started) == []
+
+
 def test_every_command_is_told():
     """Every module that is a command is documented in docs/reference/commands.md."""
     told = (ROOT / "docs/reference/commands.md").read_text()
