@@ -39,7 +39,6 @@ UNIT = "|".join(rf"{unit}\b" if unit.isalpha() else unit for unit in KINDS)
 MEASURED = re.compile(rf"({NUMBER}(?:(?:\s?[–±]\s?|\s(?:to|and|or)\s|,\s(?:and\s)?)[+−±-]?{NUMBER})*)\s?({UNIT})(?!\s?\d)")
 LISTED = re.compile(r"^<!-- numbers\n(.*?)^-->", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]*)[^)]*\)")
-DERIVATION = re.compile(r"([\d.,+\-*/() ]+?)(?: in (\S+))?")
 CONSTANTS = {"1", "100", "1000", "1000000"}  # of derivations
 
 
@@ -109,7 +108,7 @@ def read(path):
     text = path.read_text()
     listed = []
     for line in filter(None, "".join(LISTED.findall(text)).splitlines()):
-        numbers, sign, rest = re.fullmatch(r"([^=:]*)([=:]) (.*)", line).groups()
+        ((numbers, sign, rest),) = re.findall(r"^([^=:]*)([=:]) (.*)$", line)
         listed += [(number, rest if sign == "=" else "") for number in measured(numbers)]
     text = re.sub(r"^(```|~~~).*?^\1|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"`[^`\n]*`|^    .*$", "", text, flags=re.MULTILINE)
@@ -152,7 +151,7 @@ def wrong(path):
         if not page.says(number):
             yield f"{number} is not in the prose"
         if derivation:
-            formula, file = DERIVATION.fullmatch(derivation).groups()
+            formula, _, file = derivation.partition(" in ")
             source = re.sub(r"(?<=\d),(?=\d{3})", "", (ROOT / file).read_text() if file else page.text)
             if missing := [
                 literal for literal in re.findall(NUMBER, formula) if literal not in CONSTANTS and literal not in source
