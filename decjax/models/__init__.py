@@ -2,10 +2,12 @@
 
 layers   layers that models share, and Flax modules as pure functions
 decoder  a decoder-only language model, which can be divided into pipeline stages and tensor-parallel groups
+llama    a Llama-shaped language model
 lstm     a recurrent language model
 """
 
 from decjax.models.decoder import Model, Parts, decoder_lm, sample
+from decjax.models.llama import llama
 from decjax.models.lstm import lstm
 
-__all__ = ["Model", "Parts", "decoder_lm", "lstm", "sample"]
+__all__ = ["Model", "Parts", "decoder_lm", "llama", "lstm", "sample"]

@@ -23,7 +23,7 @@ import optax
 
 from decjax import registry
 from decjax.models import layers
-from decjax.models.layers import Build, Divide, Dtype, Product
+from decjax.models.layers import Build, Divide, Dtype, Product, Remat
 from decjax.options import Count
 from decjax.typing import DType, PyTree
 
@@ -81,6 +81,9 @@ class Parts:
         tied: whether one table serves as embedding and as output.
         dtype: the dtype in which layers compute.
         divide: how a tensor-parallel group divides arrays.
+        scale: what embeddings are multiplied by.
+        epsilon: of the final norm.
+        remat: what the backward pass of a layer recomputes; see `layers.rematerialized`.
     """
 
     width: int
@@ -89,6 +92,9 @@ class Parts:
     tied: bool
     dtype: DType
     divide: Divide
+    scale: float = 1.0
+    epsilon: float = 1e-6
+    remat: Remat = "dots"
 
     def cut(self, params: PyTree) -> Pieces:
         """Return the pieces of a model's parameters."""
@@ -104,7 +110,7 @@ class Parts:
     def embed(self, embedding_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
         """Return the input of the first layer, x_BxTxD."""
         x_BxTxD = jnp.take(self.divide(embedding_VxD, 0), tokens_BxT, axis=0).astype(self.dtype)
-        return self.divide(x_BxTxD * self.width**0.5 if self.tied else x_BxTxD, None)
+        return self.divide(x_BxTxD if self.scale == 1 else x_BxTxD * self.scale, None)
 
     def blocks(self, blocks: PyTree, x_BxTxD: jax.Array) -> jax.Array:
         """Return the output of any number of stacked layers."""
@@ -113,7 +119,7 @@ class Parts:
     @functools.cached_property
     def _through_block(self) -> Callable[[jax.Array, PyTree], jax.Array]:
         bound = layers.bound(self.block)
-        return jax.checkpoint(lambda x_BxTxD, block: bound(block)(x_BxTxD), prevent_cse=False, policy=layers.KEPT)
+        return layers.rematerialized(lambda x_BxTxD, block: bound(block)(x_BxTxD), self.remat)
 
     def logits(self, norm: PyTree, output_VxD: jax.Array, x_BxTxD: jax.Array) -> jax.Array:
         """Return logits_BxTxV, float32, from the output of the last layer."""
@@ -123,7 +129,7 @@ class Parts:
 
     @functools.cached_property
     def _norm(self) -> Callable[[PyTree], nnx.RMSNorm]:
-        return layers.bound(lambda rngs: nnx.RMSNorm(self.width, dtype=self.dtype, rngs=rngs))
+        return layers.bound(lambda rngs: nnx.RMSNorm(self.width, epsilon=self.epsilon, dtype=self.dtype, rngs=rngs))
 
     def nll(self, norm: PyTree, output_VxD: jax.Array, x_BxTxD: jax.Array, targets_BxT: jax.Array) -> jax.Array:
         """Return nll_BxT of the targets in nats, from the output of the last layer."""
@@ -158,32 +164,58 @@ class Parts:
 
 
 class Attention(nnx.Module):
-    """Causal multi-head self-attention with normalized queries and keys."""
+    """Causal self-attention of H heads with rotary positions.
+
+    Heads are in G groups, by default of one head each; the heads of a group share their keys and values.
+
+    Args:
+        width: D.
+        heads: H.
+        groups: G, a divisor of H; 0: H.
+        normalized: whether queries and keys are normalized.
+        bias: whether queries, keys and values have a bias.
+        theta: base of the rotary frequencies.
+        depth: L, by which weights are scaled.
+        dtype: in which the layer computes.
+        rngs: of the weights.
+        divide: how a tensor-parallel group divides arrays; `product` is how it adds up products.
+
+    Reference: Ainslie et al. 2023, arXiv 2305.13245 (groups).
+    """
 
     def __init__(
         self,
         width: int,
         heads: int,
         *,
+        groups: int = 0,
+        normalized: bool = True,
+        bias: bool = False,
+        theta: float = 10_000.0,
         depth: int,
         dtype: DType,
         rngs: nnx.Rngs,
         divide: Divide = layers.whole,
         product: Product = layers.plain,
     ):
-        self.heads, self.divide = heads, divide
-        self.query_norm, self.key_norm = (nnx.RMSNorm(width // heads, dtype=dtype, rngs=rngs) for _ in range(2))
+        self.groups, self.shared, self.size = groups or heads, heads // (groups or heads), width // heads
+        self.divide, self.theta = divide, theta
+        norm = functools.partial(nnx.RMSNorm, self.size, dtype=dtype, rngs=rngs)
+        self.query_norm, self.key_norm = (norm() if normalized else None for _ in range(2))
         linear = functools.partial(layers.RowLinear, divide=divide, product=product, dtype=dtype, rngs=rngs)
-        self.qkv = linear(width, 3 * width, axis=1)
+        self.qkv = linear(width, self.groups * (self.shared + 2) * self.size, axis=1, bias=bias)
         # Scaled so that the sum of all 2 · depth branches has the variance of one.
         self.out = linear(width, width, axis=0, scale=0.5 / depth)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         B, T, D = x_BxTxD.shape
-        # Columns are ordered by heads, so that each device of a tensor-parallel group holds whole heads.
-        qkv_BxTxHx3xK = self.divide(self.qkv(x_BxTxD).reshape(B, T, self.heads, 3, D // self.heads), 2)
-        q, k, v = (qkv_BxTxHx3xK[..., i, :] for i in range(3))
-        q, k = layers.rotate(self.query_norm(q)), layers.rotate(self.key_norm(k))
+        # Columns are ordered by groups, so that each device of a tensor-parallel group holds whole groups.
+        qkv_BxTxGxRxK = self.divide(self.qkv(x_BxTxD).reshape(B, T, self.groups, self.shared + 2, self.size), 2)
+        q = qkv_BxTxGxRxK[..., : self.shared, :].reshape(B, T, -1, self.size)
+        k, v = (qkv_BxTxGxRxK[..., self.shared + i, :] for i in range(2))
+        if self.query_norm and self.key_norm:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k = (layers.rotate(x, theta=self.theta) for x in (q, k))
         mixed_BxTxHxK = self.divide(jax.nn.dot_product_attention(q, k, v, is_causal=True), 2)
         return self.out(mixed_BxTxHxK.reshape(B, T, D))
 
@@ -230,6 +262,7 @@ def decoder_lm(
     depth: Count = 2,
     tied: bool = False,
     dtype: Dtype = "float32",
+    remat: Remat = "dots",
     divide: Divide = layers.whole,
     product: Product = layers.plain,
 ) -> Model:
@@ -246,6 +279,7 @@ def decoder_lm(
         depth: L, layers of attention and an MLP.
         tied: use one table as embedding and as output layer.
         dtype: the dtype in which layers compute, "float32" or "bfloat16".
+        remat: what the backward pass of a layer recomputes: "none", all but weight matmuls ("dots"), or all ("full").
         divide: how a tensor-parallel group divides arrays; `product` is how it adds up products (functions, not config fields).
 
     Raises:
@@ -254,7 +288,7 @@ def decoder_lm(
     layers.check_heads(width, heads)
     compute = jnp.dtype(dtype)
     block = lambda rngs: Block(width, hidden, heads, depth=depth, dtype=compute, rngs=rngs, divide=divide, product=product)
-    parts = Parts(width, depth, block, tied, compute, divide)
+    parts = Parts(width, depth, block, tied, compute, divide, scale=width**0.5 if tied else 1.0, remat=remat)
     init = functools.partial(layers.init, lambda rngs: DecoderLM(vocabulary, width, depth, block, tied=tied, rngs=rngs))
     return Model(init, *parts.functions(), context, parts, DIVIDED, vocabulary, UNITS)
 

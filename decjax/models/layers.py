@@ -17,6 +17,7 @@ from decjax.options import Range, check_range
 from decjax.typing import DType, PyTree
 
 Dtype = Literal["float32", "bfloat16"]
+Remat = Literal["none", "dots", "full"]  # what a backward pass recomputes; see `rematerialized`
 Build = Callable[[nnx.Rngs], nnx.Module]
 
 # (x, axis) -> x, divided along this axis between the devices of a tensor-parallel group; axis None: whole on each of them.
@@ -34,6 +35,18 @@ KEPT = jax.checkpoint_policies.save_from_both_policies(
 )
 
 
+def rematerialized(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """Return the function with part of its forward pass recomputed in its backward pass.
+
+    Args:
+        function: a layer.
+        remat: "none": all results are stored; "dots": only those of weight matmuls; "full": only the arguments.
+    """
+    if remat == "none":
+        return function
+    return jax.checkpoint(function, prevent_cse=False, policy=KEPT if remat == "dots" else None)
+
+
 def init(build: Build, key: jax.Array) -> dict[str, Any]:
     """Return the initial parameters of a module."""
     return nnx.to_pure_dict(nnx.state(build(nnx.Rngs(key)), nnx.Param))
@@ -46,10 +59,10 @@ def bound(build: Build) -> Callable[..., Any]:
 
 
 class RowLinear(nnx.Module):
-    """A linear layer without bias that flattens all leading dimensions into rows; its kernel may be divided along `axis`.
+    """A linear layer that flattens all leading dimensions into rows; its kernel may be divided along `axis`.
 
-    Weights are drawn with variance scale / inputs, so that activations are of order one at any width (a fixed standard deviation of
-    0.02 suits widths near 1,000).
+    Only a layer whose kernel is divided by columns (axis 1) may have a bias. Weights are drawn with variance scale / inputs, so that
+    activations are of order one at any width (a fixed standard deviation of 0.02 suits widths near 1,000).
     """
 
     def __init__(
@@ -59,6 +72,7 @@ class RowLinear(nnx.Module):
         *,
         axis: int,
         scale: float = 1.0,
+        bias: bool = False,
         dtype: DType,
         rngs: nnx.Rngs,
         divide: Divide = whole,
@@ -66,6 +80,7 @@ class RowLinear(nnx.Module):
     ):
         draw = nnx.initializers.variance_scaling(scale, "fan_in", "normal")
         self.kernel = nnx.Param(draw(rngs.params(), (inputs, outputs), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
         self.divide, self.product, self.axis, self.dtype = divide, product, axis, dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -73,19 +88,21 @@ class RowLinear(nnx.Module):
         rows = self.product(x.reshape(-1, x.shape[-1]).astype(self.dtype), kernel_DxF, self.axis)
         if self.axis == 0:
             rows = checkpoint_name(rows, SUM)
+        if self.bias is not None:
+            rows += self.divide(self.bias[...], 0).astype(self.dtype)
         # With divided columns the result stays divided; with divided rows it is summed over the group.
         return self.divide(rows.reshape(*x.shape[:-1], -1), -1 if self.axis == 1 else None)
 
 
-def rotate(x_BxTxHxK: jax.Array, start: jax.Array | int = 0) -> jax.Array:
-    """Apply rotary position embedding to queries or keys, K even: channels (k, k + K/2) at position t turn by t · 10000^(−2k/K).
+def rotate(x_BxTxHxK: jax.Array, start: jax.Array | int = 0, theta: float = 10_000.0) -> jax.Array:
+    """Apply rotary position embedding to queries or keys, K even: channels (k, k + K/2) at position t turn by t · θ^(−2k/K).
 
     Positions are `start` + (0 … T − 1).
 
     Reference: Su et al. 2021, arXiv 2104.09864, section 3.
     """
     _, T, _, K = x_BxTxHxK.shape
-    frequency_K2 = 10_000.0 ** (-jnp.arange(0, K, 2) / K)
+    frequency_K2 = theta ** (-jnp.arange(0, K, 2) / K)
     angle_1xTx1xK2 = (start + jnp.arange(T))[None, :, None, None] * frequency_K2[None, None, None]
     cos, sin = jnp.cos(angle_1xTx1xK2), jnp.sin(angle_1xTx1xK2)
     low, high = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
