@@ -15,7 +15,12 @@ accelerator. 1B has the shape of TinyLlama, 7B that of Llama 2. `--config.model.
 
 The learning rates are common ones of models of these sizes trained with AdamW; they are not tuned for gossip.
 
-Shorthand as in configs/lm.py without `model`, and size=10M|124M|350M|1B|7B.
+Shorthand as in configs/lm.py without `model`, and
+
+    size=10M|124M|350M|1B|7B
+    pretrained=FOLDER           start from a Llama or Qwen2 in the files of Hugging Face: config.json and model.safetensors
+
+`python -m launch.export` writes such a folder.
 """
 
 import ml_collections
@@ -35,25 +40,31 @@ SIZES = {
 }
 SMOKE = dict(vocabulary=256, context=32, width=16, hidden=32, heads=4, kv_heads=2, depth=2)
 RATES = {"10M": 1e-3, "124M": 6e-4, "350M": 3e-4, "1B": 4e-4, "7B": 3e-4}
-OWN = {"size": Option("10M", str, False, tuple(SIZES))}
+OWN = {"size": Option("10M", str, False, tuple(SIZES)), "pretrained": Option("", str)}
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """Return the config of a size, changed by a shorthand such as "size=124M,workers=8,simulate"."""
     given = shorthand.parse(arg, OWN)
     smoke, size = given.get("smoke", False), given.get("size", "10M")
-    model = SMOKE if smoke else SIZES[size]
-    tokenizer = "bytes" if model["vocabulary"] == 256 else "bpe"
+    if folder := given.get("pretrained"):
+        if "size" in given:
+            raise ValueError(f"shorthand size={size} has no effect with pretrained={folder}; leave one out")
+        model, learning_rate = parts.pretrained(folder), 1e-4
+        model.context = min(model.context, 1024)
+    else:
+        model, learning_rate = parts.section("model", "llama", **(SMOKE if smoke else SIZES[size])), RATES[size]
+    tokenizer = "bytes" if model.vocabulary == 256 else "bpe"
     return base.get_config(
         given,
         task="lm",
         data=dict(sample_bytes=40 if smoke else 400, tokenizer=tokenizer),
-        model=parts.section("model", "llama", **model),
+        model=model,
         own=tuple(OWN),
         steps=20 if smoke else 5000,
         batch=2 if smoke else 8,
         clip_norm=1.0,
-        tuned=base.by_optimizer({}, others=(RATES[size], 0.1)),
+        tuned=base.by_optimizer({}, others=(learning_rate, 0.1)),
         warmup_steps=500,
         options=dict(b1=0.9, b2=0.95),
     )

@@ -19,11 +19,9 @@ import jax
 import numpy as np
 import rich.table
 
-from decjax import config as parts
 from decjax import files, train
 from decjax.contrib import compress
-from decjax.train import checkpoint
-from launch import command
+from launch import command, trained
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run.")
 _FORMS = flags.DEFINE_string(
@@ -37,24 +35,6 @@ flags.mark_flag_as_required("workdir")
 UNCOMPRESSED = "as trained"
 SAMPLED = 2**13  # minimum of training examples for which outputs are computed
 Results = dict[str, tuple[float, Mapping[str, float]]]  # (bytes, metrics) by form
-
-
-def trainer_of(document: dict[str, object]) -> train.Trainer:
-    """Return the trainer of a run's config, with all workers on one device."""
-    spec = parts.resolve(document)  # No step is taken, so options that exclude `simulate` may stay.
-    return train.Trainer(spec.replace(simulate=True, tensor=1, tensor_codec=""))
-
-
-def load(workdir: pathlib.Path) -> tuple[train.Trainer, train.State, int]:
-    """Return the trainer of a run, its newest state, and the step."""
-    with command.refusing(f"workdir {str(workdir)!r} holds no run", "give the --workdir of launch.train"):
-        document = files.read_json(workdir / "config.json")
-    trainer = trainer_of(document)
-    with checkpoint.Checkpoints(workdir, read_only=True) as saved:
-        problem = f"workdir {str(workdir)!r} has no complete checkpoint"
-        command.check((saved.latest() is not None, problem, "train until the first one"))
-        step, (state, _), _ = saved.newest(lambda step: saved.restore(step, like=trainer.abstract))
-    return trainer, state, step
 
 
 def outputs(trainer: train.Trainer, model: tuple[Mapping, Mapping]) -> dict[str, np.ndarray] | None:
@@ -95,7 +75,9 @@ def main(argv: list[str]) -> int:
     forms = [form.strip() for form in (_FORMS.value or "").split(";") if form.strip()]
     for form in forms:
         compress.make(form)  # Refused before anything is loaded.
-    trainer, state, step = load(pathlib.Path(_WORKDIR.value or ""))
+    workdir = pathlib.Path(_WORKDIR.value or "")
+    trainer = train.Trainer(trained.simulated(trained.document(workdir)))
+    step, state = trained.newest(workdir, trainer)
     defaults = [*compress.EXAMPLES, *([compress.OF_OUTPUTS] if isinstance(trainer.setup.task, compress.HasOutputs) else [])]
     results = measure(trainer, state, forms or defaults)
     if _OUT.value:

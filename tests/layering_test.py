@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "reduce": BASE,
     "optim": {"options", "typing", "gossip", "reduce", "mesh", "buckets", "channel", "phases", "registry"},
     "pipeline": BASE | {"principal", "reduce", "schedules"},
-    "models": {"options", "typing", "registry"},
+    "models": {"options", "typing", "registry", "files"},
     "tasks": {"options", "typing", "models", "registry", "files"},
 }
 MAY_IMPORT["config"] = set(MAY_IMPORT)
@@ -75,6 +75,7 @@ OUTSIDE = {
                 "errors",
                 "files",
                 "measure",
+                "models",
                 "options",
                 "registry",
                 "signals",

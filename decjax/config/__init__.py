@@ -10,7 +10,7 @@ A config that describes no possible run raises a `ConfigError`, which names in o
 """
 
 from decjax.config.resolve import Size, message_ratio, read, resolve, size
-from decjax.config.sections import choose, defaults, section
+from decjax.config.sections import choose, defaults, pretrained, section
 from decjax.config.setup import Setup, build
 from decjax.config.spec import SECTIONS, SIMULATED_WORKERS, Choice, Elastic, RunSpec, plain_fields, shorthand_keys
 from decjax.errors import ConfigError
@@ -29,6 +29,7 @@ __all__ = [
     "defaults",
     "message_ratio",
     "plain_fields",
+    "pretrained",
     "read",
     "resolve",
     "section",

@@ -62,6 +62,20 @@ def around_of(kind: str, name: str) -> tuple[str, ...]:
     return around(name) if kind == "reducer" else ()
 
 
+def pretrained(folder: str) -> ml_collections.ConfigDict:
+    """Return the config section of the model in a folder of Hugging Face.
+
+    Args:
+        folder: with config.json and safetensors, of Llama or Qwen2.
+
+    Raises:
+        ValueError: if there is no such model.
+    """
+    from decjax.models import huggingface  # Most configs need no files of models.
+
+    return section("model", "llama", **huggingface.options(folder), pretrained=folder)
+
+
 def choose(kind: str, text: str, **defaults: Any) -> ml_collections.ConfigDict:
     """Return the config section of a part in call form, such as "choco(codec=int4)".
 

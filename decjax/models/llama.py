@@ -8,13 +8,14 @@ References: Touvron et al. 2023, arXiv 2302.13971 (Llama); Shazeer 2020, arXiv 2
 """
 
 import functools
+from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
 from decjax import registry
-from decjax.models import decoder, layers
+from decjax.models import decoder, huggingface, layers
 from decjax.models.decoder import Model, Parts
 from decjax.models.layers import Build, Divide, Dtype, Product, Remat
 from decjax.options import Count, Positive, Range, check_range
@@ -57,6 +58,7 @@ def llama(
     epsilon: Positive = 1e-5,
     dtype: Dtype = "float32",
     remat: Remat = "dots",
+    pretrained: str = "",
     divide: Divide = layers.whole,
     product: Product = layers.plain,
 ) -> Model:
@@ -78,10 +80,12 @@ def llama(
         epsilon: added to the mean square in norms.
         dtype: the dtype in which layers compute, "float32" or "bfloat16".
         remat: what the backward pass of a layer recomputes: "none", all but weight matmuls ("dots"), or all ("full").
+        pretrained: a folder of Hugging Face with the initial parameters; see `models.pretrained`. Empty: random ones.
         divide: how a tensor-parallel group divides arrays; `product` is how it adds up products (functions, not config fields).
 
     Raises:
-        ValueError: if the width is not divisible by 2 · heads, or the heads are not divisible by kv_heads.
+        ValueError: if the width is not divisible by 2 · heads, or the heads are not divisible by kv_heads, or the pretrained model is
+            another one or cannot be read.
     """
     layers.check_heads(width, heads)
     check_range(f"model kv_heads={kv_heads}: heads", heads, Range(multiple=kv_heads))
@@ -95,7 +99,28 @@ def llama(
 
     parts = Parts(width, depth, block, tied, jnp.dtype(dtype), divide, epsilon=epsilon, remat=remat)
     init = functools.partial(layers.init, lambda rngs: decoder.DecoderLM(vocabulary, width, depth, block, tied=tied, rngs=rngs))
-    return Model(init, *parts.functions(), context, parts, DIVIDED, vocabulary, UNITS)
+    model = Model(init, *parts.functions(), context, parts, DIVIDED, vocabulary, UNITS)
+    if not pretrained:
+        return model
+    given = dict(vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, kv_heads=kv_heads, depth=depth)
+    given |= dict(tied=tied, qkv_bias=qkv_bias, theta=theta, epsilon=epsilon)
+    like = jax.eval_shape(lambda: init(jax.random.key(0)))
+    huggingface.check(pretrained, given, like)
+    # A callback, so that neither tracing reads the weights nor a program holds them as constants.
+    return model._replace(init=lambda key: jax.pure_callback(lambda: huggingface.read(pretrained, given, like), like))
+
+
+def pretrained(folder: str, **changes: Any) -> Model:
+    """Return the model in a folder of Hugging Face; its `init` returns the stored parameters.
+
+    Args:
+        folder: with config.json and safetensors, of Llama or Qwen2.
+        **changes: options of `llama` that are not stored, such as a shorter context, a dtype or remat.
+
+    Raises:
+        ValueError: if the model is of another architecture or cannot be read.
+    """
+    return llama(**(huggingface.options(folder) | changes), pretrained=folder)
 
 
 DIVIDED = (*decoder.DIVIDED, ("gate/kernel", -1), ("qkv/bias", -1))  # `Model.divided`
