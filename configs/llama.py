@@ -20,7 +20,8 @@ Shorthand as in configs/lm.py without `model`, and
     size=10M|124M|350M|1B|7B
     pretrained=FOLDER           start from a Llama or Qwen2 in the files of Hugging Face: config.json and model.safetensors
 
-`python -m launch.export` writes such a folder.
+With `pretrained`, tokenize the text with the model's tokenizer first (`python -m launch.tokenize`), and pass it as
+`--config.data.path`. `python -m launch.export` writes a trained model in the same form.
 """
 
 import ml_collections
@@ -54,7 +55,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         model.context = min(model.context, 1024)
     else:
         model, learning_rate = parts.section("model", "llama", **(SMOKE if smoke else SIZES[size])), RATES[size]
-    tokenizer = "bytes" if model.vocabulary == 256 else "bpe"
+    tokenizer = "bytes" if model.vocabulary == 256 else "shards" if folder else "bpe"
     return base.get_config(
         given,
         task="lm",

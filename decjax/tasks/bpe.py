@@ -46,6 +46,10 @@ class Bpe:
         tokens = sorted((number, text) for text, number in self.tokenizer.get_vocab(with_added_tokens=True).items())
         return np.array([len(text) if number >= self.special else 0 for number, text in tokens], np.int32)
 
+    def bytes_per_token(self, tokens: np.ndarray) -> float:
+        """Return the mean number of bytes of these tokens."""
+        return float(self.bytes_V[tokens].mean())
+
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Return the tokens of every text, int32."""
         encodings = self.tokenizer.encode_batch_fast([text.decode(_ENCODING) for text in texts], add_special_tokens=False)
@@ -60,7 +64,7 @@ class Bpe:
         return b"".join(text.encode(_ENCODING) for text in texts if text)
 
 
-def train(texts: Sequence[bytes], vocabulary: int, special: int = 0) -> Bpe:
+def train(texts: Iterable[bytes], vocabulary: int, special: int = 0) -> Bpe:
     """Train a vocabulary by repeatedly merging the most frequent pair of tokens.
 
     Args:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from decjax.models import Model, decoder
 from decjax.options import Range, check_range
-from decjax.tasks import bpe, text
+from decjax.tasks import bpe, shards, text
 from decjax.tasks import partition as partition_lib
 from decjax.tasks.task import Data, Task
 from decjax.typing import PyTree
@@ -35,7 +35,8 @@ class Lm(Task, name="lm"):
         path: a text file or a folder of them, JSON lines, Parquet, or module:NAME of a source of text; see `tasks.sources`. Empty:
             the sources of the running Python's standard library.
         field: the field of JSON lines or Parquet that holds the text.
-        tokenizer: "bytes", or "bpe": byte-pair encoding, trained on the text, with the vocabulary size of the model.
+        tokenizer: "bytes"; "bpe": byte-pair encoding, trained on the text, with the vocabulary size of the model; or "shards": `path` is
+            a folder of tokens that `launch.tokenize` wrote; see `tasks.shards`.
         partition: which windows of text each worker has: "iid", "contiguous" or "dirichlet(alpha=0.1)", by file; see
             `tasks.partition`.
         sample_bytes: bytes or tokens of sample text that the trained model generates at the end; 0: none.
@@ -47,7 +48,7 @@ class Lm(Task, name="lm"):
     model: Model
     path: str = ""
     field: str = "text"
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    tokenizer: Literal["bytes", "bpe", "shards"] = "bytes"
     partition: str = "iid"
     sample_bytes: Annotated[int, Range(0, 100_000)] = 400
 
@@ -77,17 +78,14 @@ class Lm(Task, name="lm"):
         return {"loss": nll_BxT.sum(axis=1)}, jnp.full(len(nll_BxT), float(self.model.context))
 
     def load(self, num_workers: int, batch_size: int, seed: int) -> Data:
-        T, coder = self.model.context, None
-        corpus = text.load_corpus(self.path, min_bytes=T + 1, field=self.field)
-        if self.tokenizer == "bpe":
-            coder = bpe.train(text.lines(corpus.train, corpus.starts), self.model.vocabulary)
-            corpus = text.encoded(corpus, coder)
+        T = self.model.context
+        corpus, coder, fingerprint = self._text()
         for name, part in (("training", corpus.train), ("validation", corpus.valid)):
             text.num_windows(part, T, self.path, f"the text for {name}")
 
         def facts():
             if coder:
-                return {"bytes_per_token": float(coder.bytes_V[text.predicted(corpus.valid, T)].mean())}
+                return {"bytes_per_token": coder.bytes_per_token(text.predicted(corpus.valid, T))}
             return {"corpus_order1_entropy": text.order1_entropy(corpus.train)}
 
         return Data(
@@ -95,16 +93,26 @@ class Lm(Task, name="lm"):
                 corpus, context=T, batch_size=batch_size, num_workers=num_workers, seed=seed, partition=self.partition
             ),
             validation=lambda limit: text.validation_windows(corpus.valid, context=T, limit=limit),
-            fingerprint=corpus.fingerprint,
+            fingerprint=fingerprint,
             facts=facts,
             more=coder,
         )
+
+    def _text(self) -> shards.Stored:
+        """The corpus, its tokenizer (None for bytes) and its fingerprint."""
+        if self.tokenizer == "shards":
+            return shards.load(self.path, self.model.vocabulary)
+        corpus, coder = text.load_corpus(self.path, min_bytes=self.model.context + 1, field=self.field), None
+        if self.tokenizer == "bpe":
+            coder = bpe.train(text.lines(corpus.train, corpus.starts), self.model.vocabulary)
+            corpus = text.encoded(corpus, coder)
+        return shards.Stored(corpus, coder, corpus.fingerprint)
 
     def derived(self, values: Mapping[str, float], data: Data, limit: int) -> dict[str, float]:
         metrics = {"perplexity": math.exp(min(values["loss"], 700.0))}
         if data.more is None:
             return metrics
-        return metrics | {"loss_per_byte": values["loss"] / float(data.more.bytes_V[data.validation(limit)[:, 1:]].mean())}
+        return metrics | {"loss_per_byte": values["loss"] / data.more.bytes_per_token(data.validation(limit)[:, 1:])}
 
     def show(self, params: PyTree, variables: PyTree, data: Data, key: jax.Array) -> str:
         if not self.sample_bytes:

@@ -9,7 +9,7 @@ A partition depends only on (its name and options, the labels, N, the seed). The
 Reference: Hsu et al. 2019, arXiv 1909.06335. Here every example is used: workers whose class is exhausted take examples of others.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import itertools
 import math
 from typing import Any
@@ -50,12 +50,14 @@ def _by_class(alpha: Positive = 0.1) -> None:
 PARTITIONS = {"iid": _everywhere, "contiguous": _everywhere, "dirichlet": _by_class}
 
 
-def deal(partition: str, labels: np.ndarray, num_workers: int, batch_size: int, seed: int) -> Callable[[int, int], np.ndarray]:
+def deal(
+    partition: str, labels: Sequence[int] | np.ndarray, num_workers: int, batch_size: int, seed: int
+) -> Callable[[int, int], np.ndarray]:
     """Return `indices(worker, step)`: the positions of the B examples of a worker's batch; every epoch has a different order.
 
     Args:
         partition: "iid", "contiguous", or "dirichlet(alpha=0.1)".
-        labels: the class of every example, or the file that a window of text is from.
+        labels: the class of every example, or the file that a window of text is from; only "dirichlet" reads more than their number.
         num_workers: N.
         batch_size: B, examples in a worker's batch.
         seed: of the run.
@@ -75,12 +77,16 @@ def deal(partition: str, labels: np.ndarray, num_workers: int, batch_size: int, 
         dealt = grain.MapDataset.range(len(labels)).seed(seed).shuffle().repeat()
         shards = [dealt[worker::num_workers].batch(batch_size) for worker in range(num_workers)]
         return lambda worker, step: np.asarray(shards[worker][step])
-    parts = split(alpha, labels, num_workers, seed)
+    if name == "contiguous":  # Its positions need no arrays, which may be too large for the memory.
+        cuts = [worker * len(labels) // num_workers for worker in range(num_workers + 1)]
+        sizes, place = [end - begin for begin, end in itertools.pairwise(cuts)], lambda worker, where_B: cuts[worker] + where_B
+    else:
+        parts = split(alpha, np.asarray(labels), num_workers, seed)
+        sizes, place = [len(part) for part in parts], lambda worker, where_B: parts[worker][where_B]
     shards = [
-        grain.MapDataset.range(len(part)).seed(seed + worker).shuffle().repeat().batch(batch_size)
-        for worker, part in enumerate(parts)
+        grain.MapDataset.range(size).seed(seed + worker).shuffle().repeat().batch(batch_size) for worker, size in enumerate(sizes)
     ]
-    return lambda worker, step: parts[worker][shards[worker][step]]
+    return lambda worker, step: place(worker, np.asarray(shards[worker][step]))
 
 
 def split(alpha: float, labels: np.ndarray, num_workers: int, seed: int) -> list[np.ndarray]:

@@ -27,6 +27,7 @@ from decjax.files import open_regular, parse_json
 MAX_BYTES = 2**32  # of a corpus, which is held in memory: of its files, and of the text in them
 FIELD = "text"  # of JSON lines and Parquet, unless another is given
 ROWS = 64  # of a Parquet file that are decoded at once: the size of the file does not bound theirs
+PIECE = 2**20  # bytes of plain text
 READABLE = "give data that you may read"
 _OTHER_FIELD = "give another --config.data.field"
 _MEND = "fix the source"
@@ -89,6 +90,43 @@ def read(path: str, field: str = FIELD) -> tuple[str, dict[str, bytes]]:
     expect(texts or not path.endswith(".gz"), place, "is compressed", "unpack it, as with gunzip")
     expect(texts, place, "holds no text (a file with a zero byte counts as binary)", "give a text file or a folder of text files")
     return place, texts
+
+
+def pieces(path: str, field: str = FIELD) -> Iterator[tuple[str, bytes]]:
+    """Yield (name, text) of documents, one at a time; plain text in pieces of about 1 MiB that end with a line.
+
+    Unlike `read`, it does not limit the size of all texts.
+
+    Args:
+        path: see the table above.
+        field: the field of JSON lines, or the column of Parquet files, that holds the text.
+
+    Raises:
+        ValueError: as `read`.
+    """
+    if _IMPORTED.fullmatch(path) and not os.path.exists(path):
+        yield from _imported(path).items()
+        return
+    root, files = _files(path)
+    is_empty = True
+    with explained(path, "cannot be read", READABLE, OSError):
+        for file in (file for file in files if file.stat().st_size):
+            name, texts = file.relative_to(root).as_posix(), _FORMATS.get(file.suffix, _plain)(file, field)
+            for number, text in enumerate(texts):
+                yield (
+                    f"{name}#{number}" if number else name,
+                    _encoded(text) if file.suffix not in _FORMATS else _encoded(text) + b"\n",
+                )
+                is_empty = False
+    expect(not is_empty, path, "holds no text", "give a text file or a folder of text files")
+
+
+def _plain(file: pathlib.Path, field: str) -> Iterator[bytes]:
+    with open_regular(file) as opened:
+        while text := b"".join(opened.readlines(PIECE)):
+            if not is_text(text):
+                return
+            yield text
 
 
 def _files(path: str) -> tuple[pathlib.Path, list[pathlib.Path]]:

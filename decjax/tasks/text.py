@@ -127,8 +127,10 @@ def batches(
 
     Partition "dirichlet" divides by file; for partitions and errors see `partition.deal`.
     """
-    starts_W = np.arange(num_windows(corpus.train, context)) * context
-    files_W = np.searchsorted(corpus.starts, starts_W, side="right")
+    count = num_windows(corpus.train, context)
+    # A corpus may have more windows than fit in memory, so only the partition that needs their files gets them.
+    by_file = partition_lib.parse(partition)[0] == "dirichlet"
+    files_W = np.searchsorted(corpus.starts, np.arange(count) * context, side="right") if by_file else range(count)
     indices = partition_lib.deal(partition, files_W, num_workers, batch_size, seed)
     return lambda worker, step: windows(corpus.train, context, indices(worker, step))
 
