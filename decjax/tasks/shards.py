@@ -142,10 +142,7 @@ def write(
         ValueError: if the text or the tokenizer cannot be read, or there is too little text.
         OSError: if a file cannot be written.
     """
-    if tokenizer == "bpe":
-        coder = Coder("bpe", bpe.train(_sample(path, field), vocabulary).tokenizer)
-    else:
-        coder = _named(tokenizer)
+    coder = Coder("bpe", bpe.train(_sample(path, field), vocabulary).tokenizer) if tokenizer == "bpe" else _named(tokenizer)
     dtype = "uint16" if coder.vocabulary <= 2**16 else "uint32"
     out.mkdir(parents=True, exist_ok=True)
     train, valid = (_Writer(out / f"{part}.bin", coder, dtype) for part in PARTS)
