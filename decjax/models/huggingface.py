@@ -113,12 +113,12 @@ def tensors(params: PyTree, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, path in LINEAR.items():
         stacked[f"{name}.weight"] = _at(blocks, path)["kernel"].swapaxes(1, 2)
     for leaf, x in blocks["attention"]["qkv"].items():  # Columns, last, are ordered by groups: H / G queries, a key and a value.
-        rows_LxJ = x.swapaxes(1, 2) if leaf == "kernel" else x
+        rows = x.swapaxes(1, 2) if leaf == "kernel" else x
         G, K = given["kv_heads"], given["width"] // given["heads"]
-        rows = rows_LxJ.reshape(len(x), G, -1, K, *rows_LxJ.shape[2:])
+        rows = rows.reshape(len(x), G, -1, K, *rows.shape[2:])
         for name, part in {"q": rows[:, :, :-2], "k": rows[:, :, -2], "v": rows[:, :, -1]}.items():
             suffix = "weight" if leaf == "kernel" else "bias"
-            stacked[f"self_attn.{name}_proj.{suffix}"] = part.reshape(len(x), -1, *rows_LxJ.shape[2:])
+            stacked[f"self_attn.{name}_proj.{suffix}"] = part.reshape(len(x), -1, *rows.shape[4:])
     for name, x in stacked.items():
         named |= {f"model.layers.{layer}.{name}": x[layer] for layer in range(given["depth"])}
     named["model.embed_tokens.weight"], named["model.norm.weight"] = params["embedding"]["embedding"], params["norm"]["scale"]
