@@ -7,6 +7,7 @@ References: Touvron et al. 2023, arXiv 2302.13971 (Llama); Shazeer 2020, arXiv 2
 (Qwen2).
 """
 
+from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from decjax import registry
 from decjax.models import decoder, huggingface, layers
 from decjax.models.decoder import Model, Parts
-from decjax.models.layers import Build, Divide, Dtype, Product, Remat
+from decjax.models.layers import Divide, Dtype, Product, Remat
 from decjax.options import Count, Positive, Range, check_range
 from decjax.typing import DType
 
@@ -26,12 +27,21 @@ class LlamaBlock(nnx.Module):
     """A layer: x + Attention(norm(x)), then x + SwiGLU(norm(x))."""
 
     def __init__(
-        self, width: int, hidden: int, attention: Build, *, epsilon: float, depth: int, dtype: DType, rngs: nnx.Rngs,
-        divide: Divide, product: Product,
-    ):  # fmt: skip
+        self,
+        width: int,
+        hidden: int,
+        attention: Callable[..., decoder.Attention],
+        *,
+        epsilon: float,
+        depth: int,
+        dtype: DType,
+        rngs: nnx.Rngs,
+        divide: Divide,
+        product: Product,
+    ):
         norm = functools.partial(nnx.RMSNorm, width, epsilon=epsilon, dtype=dtype, rngs=rngs)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention = attention(rngs)
+        self.attention = attention(depth=depth, dtype=dtype, rngs=rngs, divide=divide, product=product)
         linear = functools.partial(layers.RowLinear, divide=divide, product=product, dtype=dtype, rngs=rngs)
         self.gate, self.up = (linear(width, hidden, axis=1) for _ in range(2))
         self.down = linear(hidden, width, axis=0, scale=0.5 / depth)
@@ -89,25 +99,25 @@ def llama(
     """
     layers.check_heads(width, heads)
     check_range(f"model kv_heads={kv_heads}: heads", heads, Range(multiple=kv_heads))
-    common = dict(depth=depth, dtype=jnp.dtype(dtype), divide=divide, product=product)
-
-    def block(rngs: nnx.Rngs) -> LlamaBlock:
-        attention = lambda rngs: decoder.Attention(
-            width, heads, groups=kv_heads, normalized=False, bias=qkv_bias, theta=theta, rngs=rngs, **common
-        )
-        return LlamaBlock(width, hidden, attention, epsilon=epsilon, rngs=rngs, **common)
-
-    parts = Parts(width, depth, block, tied, jnp.dtype(dtype), divide, epsilon=epsilon, remat=remat)
+    compute = jnp.dtype(dtype)
+    attention = functools.partial(decoder.Attention, width, heads, groups=kv_heads, normalized=False, bias=qkv_bias, theta=theta)
+    block = lambda rngs: LlamaBlock(
+        width, hidden, attention, epsilon=epsilon, depth=depth, dtype=compute, rngs=rngs, divide=divide, product=product
+    )
+    parts = Parts(width, depth, block, tied, compute, divide, epsilon=epsilon, remat=remat)
     init = functools.partial(layers.init, lambda rngs: decoder.DecoderLM(vocabulary, width, depth, block, tied=tied, rngs=rngs))
     model = Model(init, *parts.functions(), context, parts, DIVIDED, vocabulary, UNITS)
-    if not pretrained:
-        return model
-    given = dict(vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, kv_heads=kv_heads, depth=depth)
-    given |= dict(tied=tied, qkv_bias=qkv_bias, theta=theta, epsilon=epsilon)
-    like = jax.eval_shape(lambda: init(jax.random.key(0)))
-    huggingface.check(pretrained, given, like)
+    sizes = dict(vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, kv_heads=kv_heads, depth=depth)
+    given = sizes | dict(tied=tied, qkv_bias=qkv_bias, theta=theta, epsilon=epsilon)
+    return _started_from(pretrained, model, given) if pretrained else model
+
+
+def _started_from(folder: str, model: Model, given: dict[str, Any]) -> Model:
+    """The model with the parameters in a folder as the initial ones."""
+    like = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    huggingface.check(folder, given, like)
     # A callback, so that neither tracing reads the weights nor a program holds them as constants.
-    return model._replace(init=lambda key: jax.pure_callback(lambda: huggingface.read(pretrained, given, like), like))
+    return model._replace(init=lambda key: jax.pure_callback(lambda: huggingface.read(folder, given, like), like))
 
 
 def pretrained(folder: str, **changes: Any) -> Model:
