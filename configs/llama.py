@@ -51,8 +51,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     if folder := given.get("pretrained"):
         if "size" in given:
             raise ValueError(f"shorthand size={size} has no effect with pretrained={folder}; leave one out")
-        model, learning_rate = parts.pretrained(folder), 1e-4
-        model.context = min(model.context, 1024)
+        model, learning_rate = parts.pretrained(folder, context=1024), 1e-4
     else:
         model, learning_rate = parts.section("model", "llama", **(SMOKE if smoke else SIZES[size])), RATES[size]
     tokenizer = "bytes" if model.vocabulary == 256 else "shards" if folder else "bpe"

@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
             "choose another --out",
         ),
     )
+    assert isinstance(model, dict)  # It has a name.
     spec = trained.simulated(config | {"model": model | {"pretrained": ""}})
     command.check(
         (
@@ -46,6 +47,7 @@ def main(argv: list[str]) -> int:
     trainer = train.Trainer(spec.setup)
     step, state = trained.newest(workdir, trainer)
     params, _ = trainer.average(state)
+    assert spec.model
     huggingface.write(out, jax.tree.map(np.asarray, params), spec.model.options)
     command.console().print(f"the averaged model of {workdir} after {step} steps is in {out}", markup=False)
     return 0

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         (is_bpe or _VOCABULARY.value is None, f"--vocabulary has no effect with --tokenizer={tokenizer}", "leave it out"),
         (not is_bpe or _VOCABULARY.value is not None, "--tokenizer=bpe needs --vocabulary", "use --vocabulary=4000"),
     )
-    index = shards.write(_DATA.value, out, tokenizer=tokenizer, vocabulary=_VOCABULARY.value or 0, field=_FIELD.value)
+    index = shards.write(_DATA.value or "", out, tokenizer=tokenizer or "", vocabulary=_VOCABULARY.value or 0, field=_FIELD.value)
     counts = ", ".join(
         f"{index[part]['tokens']:,} tokens for {name}" for part, name in zip(shards.PARTS, ("training", "validation"))
     )

@@ -105,6 +105,8 @@ def test_a_run_is_exported_as_its_average(tmp_path):
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "the averaged model of" in done.stdout and "after 3 steps" in done.stdout
     assert_equal(parameters(tmp_path / "out"), jax.tree.map(np.asarray, run.trainer.average(run.state)[0]))
+    modes = [(tmp_path / "out" / name).stat().st_mode for name in (huggingface.CONFIG, huggingface.WEIGHTS)]
+    assert modes[0] == modes[1]
     assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
     again = commands.run("launch.export", f"--run={tmp_path / 'run'}", f"--out={tmp_path / 'out'}")
     assert again.returncode == 2 and "has a model.safetensors already; choose another --out" in again.stderr
@@ -155,10 +157,10 @@ def rewrite(folder, **changes):
         (dict(rope_parameters={"rope_type": "llama3", "rope_theta": 5.0}), "has rope_type='llama3'"),
         (dict(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0}), "has rope_type='linear'"),
         (dict(head_dim=8), "has head_dim=8 in config.json; use a model with head_dim=4"),
-        (dict(vocab_size=300), r"has model.embed_tokens.weight of shape (256, 16), and config.json implies (300, 16)"),
+        (dict(vocab_size=300), r"has lm_head.weight of shape (256, 16), and config.json implies (300, 16)"),
         (dict(num_hidden_layers=3), "lacks the tensor model.layers.2."),
         (dict(num_hidden_layers="two"), "depth='two' must be a whole number"),
-        (dict(num_attention_heads=3), "heads=3"),
+        (dict(num_attention_heads=3), "has head_dim=4 in config.json; use a model with head_dim=5"),
         (dict(vocab_size=10**12), "vocabulary=1000000000000 must be at most"),
     ],
 )

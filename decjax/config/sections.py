@@ -1,7 +1,7 @@
 """Sections of a config as `ConfigDict`s: a part's name and exactly its options, or the plain fields of a declared section."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import ml_collections
 from ml_collections import config_dict
@@ -62,18 +62,21 @@ def around_of(kind: str, name: str) -> tuple[str, ...]:
     return around(name) if kind == "reducer" else ()
 
 
-def pretrained(folder: str) -> ml_collections.ConfigDict:
+def pretrained(folder: str, context: int) -> ml_collections.ConfigDict:
     """Return the config section of the model in a folder of Hugging Face.
 
     Args:
         folder: with config.json and safetensors, of Llama or Qwen2.
+        context: T, at most; shorter if that of the model is.
 
     Raises:
         ValueError: if there is no such model.
     """
     from decjax.models import huggingface  # Most configs need no files of models.
 
-    return section("model", "llama", **huggingface.options(folder), pretrained=folder)
+    made = section("model", "llama", **huggingface.options(folder), pretrained=folder)
+    made.context = min(cast(int, made.context), context)
+    return made
 
 
 def choose(kind: str, text: str, **defaults: Any) -> ml_collections.ConfigDict:

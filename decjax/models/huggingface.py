@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import pathlib
+import shutil
 from typing import Any, NoReturn
 
 import jax
@@ -165,15 +166,16 @@ def write(folder: Path, params: PyTree, given: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     named = {name: np.ascontiguousarray(x, np.float32) for name, x in tensors(params, given).items()}
     numpy, error_type = _safetensors("safetensors.numpy"), _safetensors("safetensors").SafetensorError
+    files.write_whole(folder / CONFIG, json.dumps(config(given), indent=2) + "\n")
     temporary = folder / f"{WEIGHTS}.tmp"
     try:
         numpy.save_file(named, temporary, metadata={"format": "pt"})
+        shutil.copymode(folder / CONFIG, temporary)  # The library lets only the owner read it.
         temporary.replace(folder / WEIGHTS)
     except error_type as error:
         raise OSError(f"{temporary} cannot be written ({_line(error)}); make room there, or choose another path") from error
     finally:
         temporary.unlink(missing_ok=True)
-    files.write_whole(folder / CONFIG, json.dumps(config(given), indent=2) + "\n")
 
 
 def read(folder: Path, given: Mapping[str, Any], like: PyTree) -> PyTree:

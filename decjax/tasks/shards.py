@@ -80,8 +80,7 @@ def _load(kind: str, path: pathlib.Path) -> Coder:
         return Coder(kind)
     library = optional("tokenizers", f"tokenizer {str(path)!r}")
     with explained(path, "is not a tokenizer", "give the tokenizer.json of a model", Exception):  # The library raises this type.
-        files.check_regular(path)
-        return Coder(kind, library.Tokenizer.from_file(str(path)))
+        return Coder(kind, library.Tokenizer.from_str(files.read_text(path)))
 
 
 def _named(tokenizer: str) -> Coder:
@@ -149,7 +148,7 @@ def write(
     for name, piece in sources.pieces(path, field):
         held_out = zlib.crc32(name.encode("utf-8", "surrogateescape")) < VALIDATION_SHARE * 2**32
         (valid if held_out and valid.tokens < MOST_VALID else train).add(piece)
-    counts = dict(zip(PARTS, (train.close(), valid.close())))
+    counts: dict[str, dict[str, Any]] = dict(zip(PARTS, (train.close(), valid.close())))
     if not counts["valid"]["tokens"]:
         counts = _divided(out, coder, dtype, counts["train"])
     text = coder.tokenizer.to_str() if coder.tokenizer else ""
@@ -171,7 +170,7 @@ def _sample(path: str, field: str) -> Iterator[bytes]:
             return
 
 
-def _divided(out: pathlib.Path, coder: Coder, dtype: str, count: dict[str, Any]) -> dict[str, Any]:
+def _divided(out: pathlib.Path, coder: Coder, dtype: str, count: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Hold out the end of a text of which no piece was held out."""
     tokens = np.fromfile(out / "train.bin", DTYPES[dtype])
     cut = len(tokens) - max(int(len(tokens) * VALIDATION_SHARE), min(2**12, len(tokens) // 2))
