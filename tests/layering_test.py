@@ -101,6 +101,7 @@ OUTSIDE = {
         "experiments",
         "launch.command",
         "launch.cluster",
+        "launch.network",
         "launch.processes",
     ),
 }
