@@ -83,7 +83,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "goodput": of_goodput,
     "paper_runtime": of_paper_runtime,
 }
-COMPUTED = ("stability", "paper_runtime")  # without results, in minutes
+COMPUTED = ("stability", "paper_runtime")  # without results, most of the time
 # Other figures of the pages, and why they are not drawn here.
 UNRECORDED = {
     "concepts": "a drawing",
