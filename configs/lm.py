@@ -4,7 +4,7 @@
 
 Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,topology=torus,optimizer=accum_adamw`:
 
-    workers=N  local_size=L  simulate  steps=N  smoke  engine=auto|fused|split
+    workers=N  local_size=L  simulate  steps=N  smoke  engine=auto|fused|split  fsdp=L
     method=NAME  optimizer=NAME  topology=NAME  mixer=NAME  reducer=NAME       python -m launch.parts lists the names
     model=decoder|lstm                                                         a transformer or a recurrent network
     scale=linear|sqrt                                                          scale the learning rate with the global batch
@@ -14,6 +14,7 @@ Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,
     compressed=K|auto  delay=D
 
 Each worker has stages × tensor devices that share one model: stages=2,tensor=2,workers=2 are 2 workers of 4 devices each.
+Or fsdp devices divide its parameters, optimizer state and batch.
 Any field of the config can be set with `--config.SECTION.FIELD=VALUE`; a run's config.json shows them all.
 
 The defaults are for two CPU cores, where the run takes about three minutes; the loss on validation text is 0.96 to 0.97 nats/byte.

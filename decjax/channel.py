@@ -56,8 +56,12 @@ class Channel:
         return buckets.layout(tree, **how)
 
     def key(self, count: jax.Array, group_size: int = 1) -> jax.Array:
-        """Return this worker's random key in step `count`, a function of (seed, worker, count); each `group_size` workers share one."""
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), self.axis.index // group_size), count)
+        """Return this worker's random key in step `count`, a function of (seed, worker, count); each `group_size` workers share one.
+
+        Where devices divide a worker's arrays, the key of a shard also depends on its place.
+        """
+        worker = jax.random.fold_in(jax.random.key(self.seed), self.axis.index // group_size)
+        return mesh.own_shard_key(jax.random.fold_in(worker, count))
 
     def coded(self, codec: codecs.Codec, group_size: int = 1, multiple_of: int = 1) -> "Coded":
         """Return this channel with a codec that encodes its messages; for the arguments see `Coded`."""

@@ -17,6 +17,9 @@ class Device(Protocol):
     @property
     def platform(self) -> str: ...
 
+    @property
+    def process_index(self) -> int: ...
+
 
 class Jitted(Protocol):
     """A function of pytrees that is compiled on its first call, or beforehand by `lower(*args).compile()`."""

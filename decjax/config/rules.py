@@ -112,6 +112,20 @@ def _one_stage(spec: RunSpec) -> str:
     return f"pipeline.stages={spec.pipeline.stages}"
 
 
+def _shards(kind: str) -> Callable[[RunSpec], bool]:
+    """Return whether the part of a kind, if there is one, can act on the shards of arrays."""
+    return lambda spec: getattr(spec, kind) is None or bool(spec.trait(kind, "sharded"))
+
+
+# What several devices per worker need: (what, whether a run has it, the fix).
+FSDP_NEEDS = (
+    ("stages=1 and tensor=1", lambda spec: spec.devices_of_worker == spec.fsdp, "use either fsdp, or stages and tensor"),
+    ("engine 'fused'", lambda spec: spec.engine != "split", "leave engine out"),
+    ("workers with a whole model", lambda spec: spec.source is None, "use fsdp=1"),
+    ("a mixer that acts on shards", _shards("mixer"), "use mixer 'exact', 'choco' or 'deepsqueeze', or fsdp=1"),
+    ("a reducer that acts on shards", _shards("reducer"), "use reducer 'mean', 'codec' or 'powersgd', or fsdp=1"),
+)
+
 RULES = (
     Rule("workers", lambda spec: spec.workers < 1, lambda spec: " must be at least 1", lambda spec: "use workers=1 or more", True),
     Rule(
@@ -146,6 +160,18 @@ RULES = (
         _undivided,
         lambda spec: f" does not divide model.{_undivided(spec)}={spec.model and spec.model.options[_undivided(spec)]}",
         lambda spec: f"use tensor={math.gcd(spec.model.options[_undivided(spec)] if spec.model else 1, spec.tensor)}",
+    ),
+    *(
+        Rule("fsdp", lambda spec, fits=fits: not fits(spec), lambda spec, needs=needs: f" needs {needs}", lambda spec, fix=fix: fix)
+        for needs, fits, fix in FSDP_NEEDS
+    ),
+    Rule(
+        "fsdp",
+        lambda spec: not spec.simulate and spec.batch_per_worker % (spec.fsdp * spec.pipeline.microbatches),
+        lambda spec: (
+            f" does not divide the {spec.batch_per_worker // spec.pipeline.microbatches} examples of a worker's (micro)batch"
+        ),
+        lambda spec: f"use a batch_size of a multiple of {spec.workers * spec.fsdp * spec.pipeline.microbatches}",
     ),
     Rule(
         "tensor_codec",

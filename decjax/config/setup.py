@@ -83,6 +83,7 @@ class Setup:
             workers = mesh.make_workers(
                 spec.workers,
                 local_size=spec.local_size,
+                devices_per_worker=spec.fsdp,
                 stages=spec.pipeline.stages,
                 tensor=spec.tensor,
                 simulate=spec.simulate,
@@ -91,7 +92,7 @@ class Setup:
             )
             data = self.task.load(spec.workers, spec.batch_per_worker, spec.seed)
             setup = dataclasses.replace(self, workers=workers, data=data)
-            if spec.tensor > 1:  # What a group of devices divides is not seen without them.
+            if workers.divides:  # What the devices of a worker divide is not seen without them.
                 setup.trace_start()
             return setup
 

@@ -187,6 +187,7 @@ class RunSpec:
         local_size: L, workers per node.
         simulate: simulate all workers on one device.
         batch_size: examples per step, over all workers.
+        fsdp: L, devices of a worker, which divide its parameters, state and batch; ignored by simulated workers.
         tensor: devices of a tensor-parallel group.
         tensor_codec: codec of the sums of a tensor-parallel group; empty: uncompressed. See `decjax.contrib.tensor_sums`.
         clip_norm: largest norm of each worker's gradient; 0: no clipping.
@@ -219,6 +220,7 @@ class RunSpec:
     local_size: Annotated[int, Range(1, 2**16)] = 1
     simulate: bool = False
     batch_size: Annotated[int, Range(0, 2**26)]
+    fsdp: Annotated[int, Range(1, 2**16)] = 1
     tensor: Annotated[int, Range(1, 2**12)] = 1
     tensor_codec: str = ""
     clip_norm: NonNegative = 0.0
@@ -277,8 +279,8 @@ class RunSpec:
 
     @property
     def devices_of_worker(self) -> int:
-        """S·T, devices that hold one worker's model."""
-        return self.pipeline.stages * self.tensor
+        """L·S·T, devices that hold one worker's model."""
+        return self.fsdp * self.pipeline.stages * self.tensor
 
     @property
     def devices(self) -> int:

@@ -77,7 +77,7 @@ def _problems(spec: config.RunSpec) -> Iterator[str]:
     """Yield why a run cannot be elastic: options that need several workers or devices in a process."""
     if spec.trait("source", "divided"):
         yield "divided tables with --elastic: the tables of a lost worker would be lost, too; use whole ones"
-    for name, value in (("tensor", spec.tensor), ("pipeline.stages", spec.pipeline.stages)):
+    for name, value in (("fsdp", spec.fsdp), ("tensor", spec.tensor), ("pipeline.stages", spec.pipeline.stages)):
         if value > 1:
             yield f"{name}={value} with --elastic: each worker is a process with one device; use {name}=1"
     if spec.simulate:

@@ -50,6 +50,7 @@ class Choco(Estimates, name="choco"):
 
     messages = "compressed changes"
     memory = "2 copies a round of the period"
+    sharded = True
     requires = (DOUBLY_STOCHASTIC, CONTRACTIVE)
 
     codec: Codec | str = "int8"
@@ -84,6 +85,7 @@ class DeepSqueeze(Compensated, name="deepsqueeze"):
 
     messages = "compressed parameters"
     memory = "1 copy"
+    sharded = True
     requires = (DOUBLY_STOCHASTIC, CONTRACTIVE)
 
     codec: Codec | str = "int8"

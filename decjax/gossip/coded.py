@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets, codecs
+from decjax import buckets, codecs, mesh
 from decjax.channel import Coded
 from decjax.codecs import Codec
 from decjax.gossip import requirements
@@ -186,6 +186,7 @@ class Exact(CodedGossip, name="exact"):
 
     messages = "parameters, compressed or not"
     memory = "none"
+    sharded = True
     requires = (requirements.DOUBLY_STOCHASTIC,)
 
     def layout(self, params: PyTree) -> buckets.Layout:
@@ -214,6 +215,7 @@ class Exact(CodedGossip, name="exact"):
         matrix = lambda phase: self.topology.product(phase * self.rounds, self.rounds)
         return None if self.codec else Linear(matrix, self._pull, self.pull_bytes)
 
+    @mesh.by_shard("tree")
     def _pull(self, params: PyTree, phase: int) -> PyTree:
         layout = self.layout(params)
         vectors = layout.pack(params)

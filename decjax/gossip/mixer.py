@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets, options, phases, registry
+from decjax import buckets, mesh, options, phases, registry
 from decjax.channel import Channel
 from decjax.gossip.rounds import common_multiple, step_bytes
 from decjax.options import Count, Fraction, Range
@@ -49,10 +49,18 @@ class Mixer(registry.Part, abc.ABC, kind="mixer"):
     Attributes:
         order: the only order that the mixer is made for, see `orders`; empty if it is made for both.
         weights: whether workers have a `weight`.
+        sharded: whether it may mix the shards of arrays that are divided among the devices of a worker, each by itself.
     """
 
     order: ClassVar[str] = ""
     weights: ClassVar[bool] = False
+    sharded: ClassVar[bool] = False
+    _wraps: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if not cls._wraps:  # Otherwise the methods of the wrapped mixer are mapped.
+            mesh.map_by_shard(cls, init="state", exchange="state", combine="both", restart="state")
 
     @property
     @abc.abstractmethod
@@ -76,6 +84,7 @@ class Mixer(registry.Part, abc.ABC, kind="mixer"):
     def exchange(self, params: PyTree, state: PyTree, phase: int) -> PyTree:
         """Communicate, as no other method does; return (mixed, state), or what `combine` takes as `received`."""
 
+    @mesh.by_shard("both")
     def combine(self, params: PyTree, received: PyTree, state: PyTree, phase: int, step: Step) -> tuple[PyTree, PyTree]:
         """Return (mixed, state), locally and at little cost; `step` counts all steps, also those that do not mix."""
         return received
@@ -207,6 +216,8 @@ class WrappedMixer(Mixer):
     Attributes:
         inner: the other one.
     """
+
+    _wraps = True
 
     inner: Mixer
 

@@ -82,9 +82,10 @@ def check(spec: config_lib.RunSpec) -> None:
         raise ConfigError(
             "simulate=True: simulated workers send nothing that could be timed; leave it out, and use two or more devices"
         )
-    if spec.pipeline.stages * spec.tensor > 1:
+    if spec.devices_of_worker > 1:
         raise ConfigError(
-            f"stages={spec.pipeline.stages}, tensor={spec.tensor}: only workers of one device can be measured; leave them out"
+            f"stages={spec.pipeline.stages}, tensor={spec.tensor}, fsdp={spec.fsdp}: only workers of one device can be measured; "
+            "leave them out"
         )
     if spec.trait("source", "divided"):
         raise ConfigError("divided tables: only workers that each hold the whole model can be measured; leave config.source out")

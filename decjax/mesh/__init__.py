@@ -15,8 +15,13 @@ see whole arrays, and `divide` says how these are laid out on the group. Inside 
 holds, so that each device can send its own part of a message between stages; inside `each_part` it sees the device's parts of some
 arrays, and sends to the other devices of the group along `GROUP`.
 
+A worker may also be L devices that divide its arrays and its batch (`fsdp`); the mesh then has that axis, too, which is left to the
+compiler as the tensor axis is. Functions see whole arrays. What mixers and reducers do runs within `by_shard`, where a function sees
+what one device holds, so that each sends its own shard.
+
     axis       `Axis`: exchanges, means, gathers
     tensor     arrays divided between the devices of a tensor-parallel group
+    shards     arrays divided among the devices of a worker
     workers    the mesh, and mapping functions over it
 
 Axis names are written in this package only. `shard_map` runs with `check_vma=False`: grouped collectives need it, and a user's model
@@ -24,6 +29,7 @@ may scan over constants. Therefore no collective may be inside a loss that is di
 """
 
 from decjax.mesh.axis import MAPPED, SIMULATED, STAGES, WORKERS, Axis, between_cpu_processes, mean_bytes
+from decjax.mesh.shards import by_shard, map_by_shard, num_shards, own_shard_key, spread
 from decjax.mesh.tensor import (
     GROUP,
     EachDevice,
@@ -49,15 +55,20 @@ __all__ = [
     "Workers",
     "all_rows",
     "between_cpu_processes",
+    "by_shard",
     "divide",
     "each_device",
     "each_part",
     "for_each_device",
     "make_workers",
+    "map_by_shard",
     "mean_bytes",
+    "num_shards",
     "one_by_one",
     "own_key",
     "own_rows",
+    "own_shard_key",
     "simulated_workers",
+    "spread",
     "tensor_size",
 ]

@@ -6,13 +6,14 @@ import functools
 
 import jax
 from jax import core
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
 from decjax import options
 from decjax.mesh.axis import LOCAL, NODE, SIMULATED, STAGE, WORKERS, Axis, between_cpu_processes
-from decjax.mesh.tensor import TENSOR, EachDevice, divide
+from decjax.mesh.shards import FSDP, stored_axis
+from decjax.mesh.tensor import TENSOR, EachDevice
 from decjax.options import Count
 from decjax.program import order
 from decjax.typing import Device, Jitted, PyTree
@@ -62,9 +63,20 @@ class Workers:
         return 1 if self.mesh is None else self.mesh.shape[TENSOR]
 
     @property
+    def fsdp(self) -> int:
+        """L, the number of devices among which a worker's arrays and batch are divided."""
+        return 1 if self.mesh is None else self.mesh.shape.get(FSDP, 1)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the compiler divides the arrays of a stage among several devices."""
+        return self.tensor * self.fsdp > 1
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
         """The numbers of workers, of stages of a worker, and of devices of a stage, as the mesh has them."""
-        return (self.num_workers, self.stages, 1) if self.mesh is None else (self.num_workers, *self.mesh.devices.shape[2:])
+        stages = self.stages if self.mesh is None else self.mesh.shape[STAGE]
+        return self.num_workers, stages, self.tensor * self.fsdp
 
     @property
     def axis(self) -> Axis:
@@ -97,7 +109,7 @@ class Workers:
 
     @property
     def stacked(self) -> jax.sharding.Sharding:
-        """The sharding of an array with a leading worker axis (and stage axis) that is whole within tensor-parallel groups."""
+        """The sharding of an array with a leading worker axis (and stage axis) that is whole on all devices of a stage."""
         return self._sharding(self._spec)
 
     @property
@@ -106,22 +118,31 @@ class Workers:
         return self._sharding(jax.sharding.PartitionSpec())
 
     def shardings(self, tree: PyTree) -> PyTree:
-        """Return the sharding of each array of stacked state; which axis a tensor-parallel group divides follows from the array's path."""
-        if self.tensor == 1:
+        """Return the sharding of each array of stacked state.
+
+        Which axis the devices of a stage divide follows from the array's path for tensor-parallel groups, and from its shape for `fsdp`.
+        """
+        if not self.divides:
             return jax.tree.map(lambda x: self.stacked, tree)
 
         def sharding(path, x):
-            spec = [*self._spec, *[None] * (x.ndim - self.num_axes)]
-            if (axis := self._divided_axis(path, x.shape[self.num_axes :])) is not None:
-                spec[axis] = TENSOR
-            return self._sharding(jax.sharding.PartitionSpec(*spec))
+            return self._sharding(jax.sharding.PartitionSpec(*self._spec, *self._inner_spec(path, x.shape[self.num_axes :])))
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
+    def _inner_spec(self, path, shape) -> jax.sharding.PartitionSpec:
+        """Return how the devices of a stage divide an array of one stage."""
+        spec: list[str | None] = [None] * len(shape)
+        if (axis := self._divided_axis(path, shape)) is not None:
+            spec[axis] = FSDP if self.fsdp > 1 else TENSOR
+        return jax.sharding.PartitionSpec(*spec)
+
     def _divided_axis(self, path, shape) -> int | None:
-        """Return the axis that a tensor-parallel group divides, counted from the end; None: none."""
+        """Return the axis that the devices of a stage divide; None: none."""
         if jax.tree_util.GetAttrKey(EachDevice._fields[0]) in path:
-            return -len(shape)
+            return 0
+        if self.fsdp > 1:
+            return stored_axis(shape, self.fsdp)
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         axis = next((axis for end, axis in self.divided if name.endswith(end)), None)
         return axis if axis is not None and len(shape) >= -axis and shape[axis] % self.tensor == 0 else None
@@ -162,18 +183,19 @@ class Workers:
             return jax.vmap(fn, in_axes=tuple(in_axes), axis_name=SIMULATED.name, axis_size=self.num_workers)
 
         first = (0,) * self.num_axes
-        fn = order.in_order(fn) if self.on_cpu and self.tensor == 1 else fn
+        fn = order.in_order(fn) if self.on_cpu and not self.divides else fn
 
         def on_device(*args):
             local = [arg if axis is None else jax.tree.map(lambda x: x[first], arg) for arg, axis in zip(args, in_axes)]
             return jax.tree_util.tree_map_with_path(lay_out, fn(*local))
 
         def lay_out(path, x):
-            return divide(x, self._divided_axis(path, x.shape))[(None,) * self.num_axes]
+            x = jax.lax.with_sharding_constraint(x, self._inner_spec(path, x.shape)) if self.divides else x
+            return x[(None,) * self.num_axes]
 
         shared = jax.sharding.PartitionSpec()
         # Axes of one device are manual as well: host callbacks such as jax.debug.print need all axes to be manual.
-        manual = {name for name, size in self.mesh.shape.items() if name != TENSOR or size == 1}
+        manual = {name for name, size in self.mesh.shape.items() if name not in (TENSOR, FSDP) or size == 1}
         return jax.shard_map(
             on_device,
             mesh=self.mesh,
@@ -189,8 +211,8 @@ class Workers:
 
     def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Jitted:
         """Jit `map`; results have the layout of `shardings`, so that passing them in again compiles nothing new."""
-        # With a tensor axis the layout depends on the array, and `map` has fixed it already.
-        jit = jax.jit if self.tensor > 1 else functools.partial(jax.jit, out_shardings=self.stacked)
+        # Where devices divide arrays the layout depends on the array, and `map` has fixed it already.
+        jit = jax.jit if self.divides else functools.partial(jax.jit, out_shardings=self.stacked)
         return jit(self.map(fn, in_axes), donate_argnums=tuple(donate_argnums))
 
     def stack(self, tree: PyTree) -> PyTree:
@@ -212,23 +234,42 @@ class Workers:
             tree = jax.tree.map(lambda x: jax.device_put(x, self.replicated) if getattr(x, "committed", False) else x, tree)
         return jax.jit(copy, out_shardings=self.shardings(jax.eval_shape(copy, tree)))(tree)
 
+    def shard(self, tree: PyTree) -> PyTree:
+        """Lay out stacked arrays, [N, …], over the workers and the devices of each."""
+        return jax.device_put(tree, self.shardings(tree))
+
     def one_device(self, tree: PyTree) -> PyTree:
         """Return shapes and dtypes of one worker's, or one stage's, part of stacked state."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[self.num_axes :], x.dtype), tree)
 
-    def build(self, values: Callable[[int], PyTree]) -> PyTree:
-        """Return stacked arrays made of a pytree `values(worker)` for each worker of this process, the same for all its stages."""
+    def build(self, values: Callable[[int], PyTree], batch_axis: int = 0) -> PyTree:
+        """Return stacked arrays made of a pytree `values(worker)` for each worker of this process, the same for all its stages.
+
+        The devices of a worker divide `batch_axis` of its arrays, where their number divides it.
+        """
         bare, with_keys = zip(*(_without_keys(values(worker)) for worker in self.own))
         rows = [jax.tree.map(np.asarray, tree) for tree in bare]
         _check_alike(dict(zip(self.own, rows)))
-        return with_keys[0](jax.tree.map(lambda *own: self._stacked_rows(dict(zip(self.own, own))), *rows))
+        return with_keys[0](jax.tree.map(lambda *own: self._stacked_rows(dict(zip(self.own, own)), batch_axis), *rows))
 
-    def _stacked_rows(self, rows: dict[int, np.ndarray]) -> jax.Array:
+    def _stacked_rows(self, rows: dict[int, np.ndarray], batch_axis: int) -> jax.Array:
         rows = {worker: row.reshape((1,) * (self.num_axes - 1) + row.shape) for worker, row in rows.items()}
         shape = (self.num_workers, self.stages)[: self.num_axes] + next(iter(rows.values())).shape[self.num_axes - 1 :]
         if self.simulated:
             return jax.device_put(np.broadcast_to(np.stack(list(rows.values())), shape), self.stacked)
-        return jax.make_array_from_callback(shape, self.stacked, lambda index: rows[_worker(index)][None])
+        inner = (slice(None),) * (self.num_axes - 1)
+        return jax.make_array_from_callback(
+            shape,
+            self._batch(shape, batch_axis),
+            lambda index: rows[_worker(index)][(*inner, *(index or ())[self.num_axes :])][None],
+        )
+
+    def _batch(self, shape: Sequence[int], axis: int) -> jax.sharding.Sharding:
+        """Return the sharding of stacked arrays whose examples the devices of a worker divide, where their number divides them."""
+        axis += self.num_axes
+        if self.fsdp == 1 or axis >= len(shape) or shape[axis] % self.fsdp:
+            return self.stacked
+        return self._sharding(jax.sharding.PartitionSpec(*self._spec, *[None] * (axis - self.num_axes), FSDP))
 
     def place(self, tree: PyTree) -> PyTree:
         """Put stacked NumPy arrays, which every process has whole, on the workers' devices."""
@@ -285,18 +326,21 @@ def make_workers(
     num_workers: Count,
     *,
     local_size: Count = 1,
+    devices_per_worker: Count = 1,
     stages: Count = 1,
     tensor: Count = 1,
     simulate: bool = False,
     devices: Sequence[Device] | None = None,
     divided: Sequence[tuple[str, int]] = (),
 ) -> Workers:
-    """Return N workers of S·T devices each, placed on the devices of all processes, or simulated on one device.
+    """Return N workers, placed on the devices of all processes, or simulated on one device.
 
     Args:
         num_workers: N.
         local_size: L, workers that share a node; divides N.
-        stages: S, pipeline stages of a worker.
+        devices_per_worker: L, devices that divide a worker's arrays and batch (`fsdp`), next to each other in a fast network: a host,
+            or a TPU slice. Simulated workers ignore it.
+        stages: S, pipeline stages of a worker; instead of L, S·T devices hold a worker.
         tensor: T, devices that divide the arrays of a stage.
         simulate: whether to run all workers and stages on one device by `vmap`.
         devices: where to place them, worker by worker and stage by stage; None: `jax.devices()`, in the order that JAX finds best.
@@ -304,24 +348,28 @@ def make_workers(
         divided: which parameters tensor-parallel groups divide; see `Workers`.
 
     Raises:
-        ValueError: if L does not divide N, if there are fewer devices than N·S·T, or for simulated workers if there are several
-            processes or T > 1.
+        ValueError: if `local_size` does not divide N, if there are too few devices, if a worker's devices would be in more fast networks
+            than necessary, or for simulated workers if there are several processes or T > 1.
     """
     if simulate:
         _refuse(_not_simulated(tensor))
         return simulated_workers(num_workers, local_size=local_size, stages=stages, divided=divided)
     ordered, devices = devices is not None, jax.devices() if devices is None else devices
-    needed = num_workers * stages * tensor
+    needed = num_workers * stages * tensor * devices_per_worker
     _refuse(_not_divisible(num_workers, local_size))
-    _refuse(_not_placed(num_workers, stages, tensor, len(devices)))
+    _refuse(_not_placed(num_workers, stages, tensor, devices_per_worker, len(devices)))
     shape, axes = (num_workers // local_size, local_size, stages, tensor), (NODE, LOCAL, STAGE, TENSOR)
-    types = (jax.sharding.AxisType.Auto,) * 4
+    if devices_per_worker > 1:
+        shape, axes = (*shape, devices_per_worker), (*axes, FSDP)
+        devices, ordered = devices[:needed] if ordered else _by_network(devices, devices_per_worker)[:needed], True
+        _refuse(_not_together(devices, devices_per_worker))
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
     if ordered:
         mesh = jax.sharding.Mesh(np.array(devices[:needed]).reshape(shape), axes, axis_types=types)
     else:
         mesh = jax.make_mesh(shape, axes, axis_types=types, devices=devices[:needed])
     workers = Workers(num_workers, local_size, mesh, stages, tuple(divided))
-    if workers.on_cpu and tensor > 1:  # See `program.order`: from here on, this process must not cache compiled programs.
+    if workers.on_cpu and workers.divides:  # See `program.order`: from here on, this process must not cache compiled programs.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
     return workers
 
@@ -347,14 +395,49 @@ def _not_divisible(num_workers: int, local_size: int) -> Iterator[str]:
         yield f"local_size={local_size} does not divide workers={num_workers}; use one of {fits}"
 
 
-def _not_placed(num_workers: int, stages: int, tensor: int, num_devices: int) -> Iterator[str]:
-    size, processes = stages * tensor, jax.process_count()
-    needed, called = num_workers * size, f"workers={num_workers}" + (f" of stages={stages} x tensor={tensor}" if size > 1 else "")
+def _not_placed(num_workers: int, stages: int, tensor: int, fsdp: int, num_devices: int) -> Iterator[str]:
+    size, processes = stages * tensor * fsdp, jax.process_count()
+    if stages * tensor > 1 and fsdp > 1:
+        yield f"{fsdp} devices per worker (fsdp) with stages={stages} and tensor={tensor}: use either fsdp or stages and tensor"
+    of = f" of {fsdp} devices" if fsdp > 1 else f" of stages={stages} x tensor={tensor}" if size > 1 else ""
+    needed, called = num_workers * size, f"workers={num_workers}{of}"
+    if num_devices < needed and num_devices < size and fsdp > 1:
+        yield f"{called} but there are {num_devices} devices; use fsdp={num_devices} at most, or simulate the workers on one device"
     if num_devices < needed:
         fits = f"use workers={num_devices // size}" if num_devices >= size else f"use stages x tensor <= {num_devices}"
         yield f"{called} but there are {num_devices} devices; {fits} or simulate the workers on one device"
     if processes > 1 and num_devices != needed:
         yield f"{called} but {processes} processes hold {num_devices} devices; with several processes every device belongs to a worker"
+
+
+def _network(device: Device) -> int:
+    """Return which fast network a device is in: its TPU slice, or host of GPUs, else its process."""
+    number = getattr(device, "slice_index", None)
+    return device.process_index if number is None or device.platform == "cpu" else number
+
+
+def _by_network(devices: Sequence[Device], size: int) -> list[Device]:
+    """Return the devices by fast network; within one, groups of `size` are next to each other, if they divide it."""
+    networks: dict[int, list[Device]] = {}
+    for device in devices:
+        networks.setdefault(_network(device), []).append(device)
+    if any(len(own) % size for own in networks.values()):
+        return [device for own in networks.values() for device in own]
+    return [device for own in networks.values() for device in mesh_utils.create_device_mesh((len(own) // size, size), own).flat]
+
+
+def _not_together(devices: Sequence[Device], size: int) -> Iterator[str]:
+    """Yield why the devices of a worker, each `size` consecutive ones, are in more fast networks than necessary."""
+    places = [_network(device) for device in devices]
+    largest = max(map(places.count, places))
+    fewest = -(-size // largest)
+    for worker in range(len(places) // size):
+        spanned = len(set(places[worker * size : (worker + 1) * size]))
+        if spanned > fewest:
+            yield (
+                f"{size} devices per worker (fsdp): those of worker {worker} would be on {spanned} hosts or slices, and {fewest} of "
+                f"{largest} devices can hold them; use a number that divides {largest}, or order the devices by host"
+            )
 
 
 def _not_simulated(tensor: int) -> Iterator[str]:

@@ -154,7 +154,7 @@ class Whole(Source):
             *values, state = self._at_once(params, state, part, key)
             return (added(total, values, share), state), None
 
-        parts = jax.tree.map(lambda x: x.reshape(M, -1, *x.shape[1:]), batch)
+        parts = jax.tree.map(lambda x: mesh.spread(x.reshape(M, -1, *x.shape[1:]), 1), batch)
         weight_M = jax.vmap(self.weight)(parts) if self.weight else None
         share_M = jnp.ones(M) if weight_M is None else weight_M / weight_M.mean()
         zeros = [jnp.zeros(()), zero_sum(params)]

@@ -65,6 +65,7 @@ class CodedMean(Reducer, name="codec"):
     needs = "contractive or unbiased codec"
     messages = "compressed gradients"
     memory = "1 copy; in shards 1/N more"
+    sharded = True
 
     codec: codecs.Codec | str = "int8"
     form: Literal["auto", "gather", "shards"] = "auto"

@@ -198,6 +198,7 @@ class PowerSGD(Factored, name="powersgd"):
     needs = "matrices"
     messages = "thin matrices, the rest uncompressed"
     memory = "1 copy, thin matrices"
+    sharded = True
 
     def init(self, params):
         matrices, _, dtype = self._plan(params)
@@ -263,6 +264,7 @@ class OneSided(Factored, name="powersgd_one_sided"):
     needs = "matrices"
     messages = "a thin matrix for each iteration, the rest uncompressed"
     memory = "1 copy, thin matrices"
+    sharded = True
 
     iterations: Count = 2
 

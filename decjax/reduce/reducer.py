@@ -4,12 +4,13 @@ import abc
 from collections.abc import Callable
 import dataclasses
 import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import mesh, options, phases, registry
+from decjax import buckets, codecs, mesh, options, phases, registry
 from decjax.channel import Channel
 from decjax.options import Count, Natural
 from decjax.registry import delegates, of_field
@@ -32,9 +33,20 @@ class Reducer(registry.Part, abc.ABC, kind="reducer"):
 
     Attributes:
         channel: how gradients travel.
+        sharded: whether it may average the shards of arrays that are divided among the devices of a worker, each by itself.
     """
 
+    sharded: ClassVar[bool] = False
+    _wraps: ClassVar[bool] = False
+
     channel: Channel = Channel()
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if not cls._wraps:  # Otherwise the methods of the wrapped reducer are mapped.
+            mesh.map_by_shard(cls, init="state", reduce="both")
+            if "reduce" in vars(cls):
+                setattr(cls, "reduce", _all_shards_finite(cls.reduce))  # noqa: B010
 
     @abc.abstractmethod
     def init(self, params: PyTree) -> PyTree:
@@ -79,6 +91,8 @@ class WrappedReducer(Reducer):
         reducer: the other one.
     """
 
+    _wraps = True
+
     _: dataclasses.KW_ONLY
     reducer: Reducer
 
@@ -113,6 +127,19 @@ class WrappedReducer(Reducer):
         return self.reducer.phases[-1] if phase is None and not self.reducer.usage else phase
 
 
+def _all_shards_finite(reduce: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Return a `reduce` to which no shard of a gradient seems finite unless all are, so that all keep their states or none."""
+
+    @functools.wraps(reduce)
+    def joint(reducer: Reducer, grads: PyTree, state: PyTree, phase: int | None = 0) -> tuple[PyTree, PyTree]:
+        if mesh.num_shards() > 1 and jax.tree.leaves(state):
+            finite = codecs.finite(grads)
+            grads = jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan) if buckets.is_floating(x) else x, grads)
+        return reduce(reducer, grads, state, phase)
+
+    return joint
+
+
 def due_phase(reducer: Reducer, phase: int | None) -> int | None:
     """Return the phase to call `reduce` with: the only one, else the given one, which must not be None unless the state decides."""
     phases.check(reducer, phase)
@@ -130,6 +157,7 @@ class Mean(Reducer, name="mean"):
     needs = "nothing"
     messages = "gradients"
     memory = "none"
+    sharded = True
 
     def init(self, params):
         self.channel.check(params)

@@ -5,7 +5,7 @@
     split    Several executables, because CPU devices overlap nothing within one. A second thread dispatches the messages of the
              exchange, part by part. Meanwhile the main thread dispatches the gradient and the part of the update that needs no message,
              and, as each part arrives, its decoding and what it completes. A step returns when its exchange is complete, so that
-             collectives of two steps never overlap. The gradient must have no collectives: with stages or tensor-parallel groups,
+             collectives of two steps never overlap. The gradient must have no collectives: with stages or several devices per stage,
              processes could order those of the two threads differently, so that case raises an error.
 
 A step is compiled once for each phase of the topology, so that no program contains a conditional over phases; and, for tasks whose
@@ -54,7 +54,7 @@ def choose(engine: Engine, method: Method, workers: mesh.Workers) -> str:
         ValueError: if the engine is unknown, or "split" is impossible with this method or layout.
     """
     check_engine(engine, method)
-    alone = workers.stages == workers.tensor == 1  # The gradient has no collectives.
+    alone = workers.stages == 1 and not workers.divides  # The gradient has no collectives.
     if engine == "auto":
         return "split" if method.exchange and alone and workers.needs_sender else "fused"
     if engine == "split" and not alone and jax.process_count() > 1:

@@ -1,6 +1,7 @@
 """Evaluation of the averaged model and of each worker's model; the training state is not changed."""
 
 from collections.abc import Callable, Mapping
+import functools
 from typing import NamedTuple
 
 import jax
@@ -52,14 +53,15 @@ def make_evaluate(
 
     def summed(model, examples, mask_CxB, measure=measure):
         def add(totals, chunk):
-            examples, mask_B = chunk
+            examples, mask_B = jax.tree.map(lambda x: mesh.spread(x, 0), chunk)
             sums, weight_B = measure(*model, examples)
             return {name: totals[name] + (x * mask_B).sum() for name, x in (sums | {WEIGHT: weight_B}).items()}, None
 
         names = jax.eval_shape(measure, *model, jax.tree.map(lambda x: x[0], examples))[0]
         return jax.lax.scan(add, dict.fromkeys((*names, WEIGHT), jnp.zeros(())), (examples, mask_CxB))[0]
 
-    shares = jax.tree.map(lambda x: workers.build(x.__getitem__), _chunks(examples, workers.num_workers, batch_size))
+    build = functools.partial(workers.build, batch_axis=1)
+    shares = jax.tree.map(lambda x: build(x.__getitem__), _chunks(examples, workers.num_workers, batch_size))
     whole = jax.tree.map(lambda x: x[0], _chunks(examples, 1, batch_size))
     together = workers.jit(summed, in_axes=(None, 0, 0))
     apart = workers.jit(summed, in_axes=(0, None, None))
