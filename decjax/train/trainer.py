@@ -52,7 +52,11 @@ class Trainer:
 
     def init(self) -> State:
         """Return the state before the first step: the same parameters on every worker."""
-        return self.start(jax.jit(self.setup.start)(jax.random.key(self.spec.seed)))
+        key = jax.random.key(self.spec.seed)
+        if self.workers.fsdp == 1:
+            return self.start(jax.jit(self.setup.start)(key))
+        stacked = lambda key: self.setup.stacked(self.setup.start(key))  # The whole model may not fit one device.
+        return self._first(jax.jit(stacked, out_shardings=self.workers.shardings(jax.eval_shape(stacked, key)))(key))
 
     def start(self, params: PyTree) -> State:
         """Return the state before the first step for the parameters of one model; leaves [S, …] with stages."""
@@ -61,6 +65,9 @@ class Trainer:
             params = jax.jit(stacked, out_shardings=self.workers.shardings(jax.eval_shape(stacked, params)))(params)
         else:
             params = self.workers.stack(params)
+        return self._first(params)
+
+    def _first(self, params: PyTree) -> State:
         return State(params, *(init(params) for init in self.inits))
 
     @functools.cached_property
