@@ -1,6 +1,6 @@
 """Loss against steps of PyTorch's rows of the race: DDP with its communication hooks, and decent-dp, on the language model.
 
-    python -m experiments.race_peers --peers=.venv-peers/bin/python --out=runs/race --results=RESULTS
+    python -m experiments.race_peers --peers=.venv-peers/bin/python --out=runs/race --results=experiments/results/race/lm.jsonl
 
 Four emulated hosts with unlimited links (launch.cluster: root and iproute2). Each row starts from the parameters of a run of decjax, reads
 the same batches and is evaluated on the same text. It is tuned and trained as the rows of `experiments.race`, whose results log
