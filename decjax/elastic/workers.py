@@ -146,7 +146,8 @@ class ElasticWorkers(Workers):
     def place(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[self.group.index][None]), tree)
 
-    def _stacked_rows(self, rows: dict[int, np.ndarray]) -> jax.Array:
+    def _stacked_rows(self, rows: dict[int, np.ndarray], batch_axis: int) -> jax.Array:
+        del batch_axis  # A worker is one device.
         (row,) = rows.values()
         return jax.device_put(row[None])
 
