@@ -449,8 +449,8 @@ def _is_same(factory: Callable, known: Callable) -> bool:
 
 def file_of(factory: Callable) -> str | None:
     """The file that defines a function, or a class with methods."""
-    functions = vars(factory).values() if inspect.isclass(factory) else [inspect.unwrap(factory)]
-    paths = [function.__code__.co_filename for function in functions if inspect.isfunction(function)]
+    functions = vars(factory).values() if inspect.isclass(factory) else [factory]
+    paths = [inspect.unwrap(function).__code__.co_filename for function in functions if inspect.isfunction(function)]
     return next((os.path.abspath(path) for path in paths if not path.startswith("<")), None)
 
 
