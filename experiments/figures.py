@@ -1,7 +1,7 @@
 """Draw the figures of the pages again from recorded results, and fill in their tables; nothing is trained.
 
     python -m experiments.figures --pages=docs
-    python -m experiments.figures --pages=docs --only=outer,goodput
+    python -m experiments.figures --pages=docs --figures=outer,goodput
 
 The results are those in experiments/results; stability and paper_runtime are computed. Figures of which no results are recorded are
 listed with the reason.
@@ -95,21 +95,19 @@ UNRECORDED = {
 
 
 def main() -> None:
-    script.check_names("only", FLAGS.only, FIGURES)
-    images = pathlib.Path(FLAGS.pages) / "images"
-    images.mkdir(exist_ok=True)
-    for name in FLAGS.only or FIGURES:
+    script.check_names("figures", FLAGS.figures, FIGURES)
+    for name in FLAGS.figures or FIGURES:
         figure = FIGURES[name]()
-        figure.draw(str(images / f"{name}.png"))
+        script.draw_on_pages(name, figure.draw)
         for of, table in figure.tables.items():
             script.fill(of, table)
-        script.show(f"wrote {images / name}.png" + "".join(f", table {of}" for of in figure.tables))
-    if not FLAGS.only:
+        script.show(f"wrote {name}.png" + "".join(f", table {of}" for of in figure.tables))
+    if not FLAGS.figures:
         script.show(*(f"not drawn: {name}, {reason}" for name, reason in UNRECORDED.items()))
 
 
 if __name__ == "__main__":
     script.define("pages")
     flags.mark_flag_as_required("pages")
-    flags.DEFINE_list("only", [], f"Figures to draw, of {', '.join(FIGURES)}; none: all.")
+    flags.DEFINE_list("figures", [], f"Figures to draw, of {', '.join(FIGURES)}; none: all.")
     script.run(main, sweep.ERRORS)

@@ -155,7 +155,13 @@ def publish(name: str, table: Table, draw: Callable[[str], None] | None = None, 
         draw(str(out / f"{name}.png"))
     show(f"wrote {out / name}.json" + (" and .png" if draw else ""))
     fill(name, table)
-    if draw and (pages := _given("pages")):
+    if draw:
+        draw_on_pages(name, draw)
+
+
+def draw_on_pages(name: str, draw: Callable[[str], None]) -> None:
+    """Write a figure to the images of --pages, if that flag is given."""
+    if pages := _given("pages"):
         images = pathlib.Path(pages) / "images"
         images.mkdir(exist_ok=True)
         draw(str(images / f"{name}.png"))

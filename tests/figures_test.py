@@ -29,7 +29,7 @@ def drawn(tmp_path_factory):
             before, start, rest = text.partition(f"<!-- table {name} -->\n")
             text = before + start + rest[rest.index("<!-- end -->") :] if start else text
         page.write_text(text)
-    done = commands.run("experiments.figures", f"--pages={pages}", f"--only={','.join(names)}")
+    done = commands.run("experiments.figures", f"--pages={pages}", f"--figures={','.join(names)}")
     assert done.returncode == 0, done.stderr
     return pages
 
