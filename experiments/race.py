@@ -129,7 +129,7 @@ class StepTimes(NamedTuple):
 
     @classmethod
     def read(cls, path: str) -> "StepTimes":
-        return cls(path, files.read_json(pathlib.Path(path)))
+        return cls(path, measured(path, "experiments.race_steps"))
 
     @property
     def rates(self) -> list[str]:
@@ -345,9 +345,17 @@ def _bars(axis: Any, ends: Mapping[str, Finish]) -> None:
     axis.axvline(1.0, color="0.3", linewidth=0.8)
 
 
+def measured(path: str, command: str) -> dict[str, Any]:
+    """Return what a command has measured, from its file."""
+    try:
+        return files.read_json(pathlib.Path(path))
+    except ValueError as error:
+        raise trials.Broken(f"{path} cannot be read ({error}); give a file of {command}") from error
+
+
 def peer_results(path: str | None) -> dict[str, Result]:
     """Return the results of the rows of PyTorch in a file of `experiments.race_peers`; {} without one."""
-    return {name: Result.of(document) for name, document in files.read_json(pathlib.Path(path)).items()} if path else {}
+    return {name: Result.of(document) for name, document in measured(path, "experiments.race_peers").items()} if path else {}
 
 
 def main() -> None:
@@ -358,14 +366,14 @@ def main() -> None:
     if FLAGS.task != "translation" and FLAGS.multi30k:
         command.fail(f"--multi30k={FLAGS.multi30k} has no effect with --task={FLAGS.task}; leave it out")
     task, log = race_rows.TASKS[FLAGS.task], ResultsLog.of(out, FLAGS.results, trials.Pool(FLAGS.together))
-    times = StepTimes.read(FLAGS.step_times) if FLAGS.step_times else None
+    times, peers = StepTimes.read(FLAGS.step_times) if FLAGS.step_times else None, peer_results(FLAGS.peer_results)
     race = Race(task, 1 if FLAGS.smoke else FLAGS.seeds, FLAGS.smoke, out=out, log=log, data=FLAGS.multi30k or "")
     results = {FP32: race.result(FP32)}
     targets = race.targets(results[FP32])
     chosen = FLAGS.row or (SMOKE_ROWS if FLAGS.smoke else ROWS)
     names = [name for name in ROWS if name != FP32 and name in chosen]
     others = race.log.pool.map(lambda name: race.result(name, targets[0]), names)
-    results |= dict(zip(names, others, strict=True)) | peer_results(FLAGS.peer_results)
+    results |= dict(zip(names, others, strict=True)) | peers
     script.show(tabulate(task, results, targets))
     if times:
         publish(FLAGS.task, task, results, times, targets)

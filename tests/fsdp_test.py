@@ -323,9 +323,15 @@ def test_processes_of_one_host_are_one_network():
         ("workers=2,fsdp=2,stages=2", "fsdp=2 needs stages=1 and tensor=1; use either fsdp, or stages and tensor"),
         ("workers=2,fsdp=2,tensor=2", "fsdp=2 needs stages=1 and tensor=1"),
         ("workers=2,fsdp=2,engine=split", "fsdp=2 needs engine 'fused'; leave engine out"),
-        ("workers=2,fsdp=2,mixer=push_sum", "fsdp=2 needs a mixer that acts on shards; use mixer 'exact', 'choco'"),
+        (
+            "workers=2,fsdp=2,mixer=push_sum",
+            "fsdp=2 needs a mixer that acts on shards; use mixer 'exact', 'choco', 'beer', 'deepsqueeze', or fsdp=1",
+        ),
         ("workers=2,fsdp=2,mixer=dcd,topology=ring", "fsdp=2 needs a mixer that acts on shards"),
-        ("workers=2,fsdp=2,method=allreduce,reducer=gravac", "fsdp=2 needs a reducer that acts on shards; use reducer 'mean'"),
+        (
+            "workers=2,fsdp=2,method=allreduce,reducer=gravac",
+            "fsdp=2 needs a reducer that acts on shards; use reducer .*'mean'.*, or fsdp=1",
+        ),
         (
             "workers=2,fsdp=4,batch_size=4",
             "fsdp=4 does not divide the 2 examples of a worker's .micro.batch; use a batch_size of a",

@@ -123,6 +123,8 @@ def test_a_race_of_tiny_models(tmp_path):
     assert "all-reduce fp32" in done.stdout and "gossip int8" in done.stdout and "steps to" in done.stdout
     runs = [json.loads(row) for row in (tmp_path / "smoke" / "lm" / "results.jsonl").read_text().splitlines()]
     assert len(runs) == 4 and all(len(run["numbers"]["losses"]) > 1 for run in runs)
+    missing = commands.run(*line, "--step_times=/nowhere/steps.json")
+    assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "give a file of experiments.race_steps" in missing.stderr
     refused = commands.run("experiments.race", "--task=translation", f"--out={tmp_path}", f"--results={log}")
     assert refused.returncode and "--multi30k" in refused.stderr
 

@@ -112,9 +112,10 @@ def _one_stage(spec: RunSpec) -> str:
     return f"pipeline.stages={spec.pipeline.stages}"
 
 
-def _shards(kind: str) -> Callable[[RunSpec], bool]:
-    """Return whether the part of a kind, if there is one, can act on the shards of arrays."""
-    return lambda spec: getattr(spec, kind) is None or bool(spec.trait(kind, "sharded"))
+def _sharded(kind: str) -> str:
+    """Return which parts of a kind can act on the shards of arrays, as a fix."""
+    found = [name for name in registry.names(kind) if registry.part(kind, name).traits.get("sharded")]
+    return f"use {kind} {', '.join(map(repr, found))}, or fsdp=1"
 
 
 # What several devices per worker need: (what, whether a run has it, the fix).
@@ -122,8 +123,6 @@ FSDP_NEEDS = (
     ("stages=1 and tensor=1", lambda spec: spec.devices_of_worker == spec.fsdp, "use either fsdp, or stages and tensor"),
     ("engine 'fused'", lambda spec: spec.engine != "split", "leave engine out"),
     ("workers with a whole model", lambda spec: spec.source is None, "use fsdp=1"),
-    ("a mixer that acts on shards", _shards("mixer"), "use mixer 'exact', 'choco' or 'deepsqueeze', or fsdp=1"),
-    ("a reducer that acts on shards", _shards("reducer"), "use reducer 'mean', 'codec' or 'powersgd', or fsdp=1"),
 )
 
 RULES = (
@@ -164,6 +163,15 @@ RULES = (
     *(
         Rule("fsdp", lambda spec, fits=fits: not fits(spec), lambda spec, needs=needs: f" needs {needs}", lambda spec, fix=fix: fix)
         for needs, fits, fix in FSDP_NEEDS
+    ),
+    *(
+        Rule(
+            "fsdp",
+            lambda spec, kind=kind: getattr(spec, kind) is not None and not spec.trait(kind, "sharded"),
+            lambda spec, kind=kind: f" needs a {kind} that acts on shards",
+            lambda spec, kind=kind: _sharded(kind),
+        )
+        for kind in ("mixer", "reducer")
     ),
     Rule(
         "fsdp",

@@ -73,7 +73,7 @@ def by_shard(returns: Literal["tree", "state", "both"]) -> Callable[[Callable], 
             if not part.sharded:
                 raise ValueError(
                     f"{part} needs whole arrays, and the {num_shards()} devices of a worker divide them; use one device per worker "
-                    "(fsdp=1), or a part such as mixer 'exact' or 'choco', or reducer 'mean', 'codec' or 'powersgd'"
+                    "(fsdp=1), or a part whose trait `sharded` is true"
                 )
             moved, state = _on_each_device(functools.partial(method, part, **options), returns, tree, args)
             return moved if returns == "tree" else state if returns == "state" else (moved, state)

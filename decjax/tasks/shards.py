@@ -103,16 +103,18 @@ class _Writer:
         self.path, self.coder, self.dtype = path, coder, dtype
         self.file: BinaryIO = path.open("wb")
         self.waiting: list[bytes] = []
+        self.held = 0  # bytes of them
         self.bytes = self.tokens = self.crc = 0
 
     def add(self, text: bytes) -> None:
         self.waiting.append(text)
-        if sum(map(len, self.waiting)) >= AT_ONCE:
+        self.held += len(text)
+        if self.held >= AT_ONCE:
             self.flush()
 
     def flush(self) -> None:
-        self.write(self.coder.encode(self.waiting), sum(map(len, self.waiting)))
-        self.waiting = []
+        self.write(self.coder.encode(self.waiting), self.held)
+        self.waiting, self.held = [], 0
 
     def write(self, tokens: np.ndarray, num_bytes: int) -> None:
         content = tokens.astype(DTYPES[self.dtype]).tobytes()
