@@ -89,8 +89,6 @@ UNRECORDED = {
     "concepts": "a drawing",
     "lm": "run directories that are not recorded; experiments.compare draws it",
     "optimus": "run directories that are not recorded; experiments.optimus draws it",
-    "time_to_loss": "experiments.time_to_loss draws it",
-    "time_to_translate": "experiments.time_to_loss draws it",
 }
 
 

@@ -18,7 +18,7 @@ The targets are losses of the first row, fp32 all-reduce: its final loss and its
 that all of its seeds reach them. Without `--step_times` the command ends with losses and steps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 import itertools
 import math
@@ -74,6 +74,13 @@ class Race(Runs):
         run = trials.trial(self.out, f"{name} {setting} {seed} {steps}", f"{task.config}:{shorthand}", fields)
         numbers = self.log.result(run, read)
         return None if numbers is None else Curve(steps, numbers["losses"], numbers["bytes"], numbers.get(task.score))
+
+    def results(self, names: Collection[str] = ROWS) -> dict[str, Result]:
+        """Return the results of the first row, which sets the targets, and of the named rows."""
+        first = self.result(FP32)
+        target, _ = self.targets(first)
+        names = [name for name in ROWS if name != FP32 and name in names]
+        return {FP32: first} | dict(zip(names, self.log.pool.map(lambda name: self.result(name, target), names), strict=True))
 
 
 def tabulate(task: Task, results: Mapping[str, Result], targets: Sequence[float]) -> script.Table:
@@ -368,36 +375,30 @@ def main() -> None:
     task, log = race_rows.TASKS[FLAGS.task], ResultsLog.of(out, FLAGS.results, trials.Pool(FLAGS.together))
     times, peers = StepTimes.read(FLAGS.step_times) if FLAGS.step_times else None, peer_results(FLAGS.peer_results)
     race = Race(task, 1 if FLAGS.smoke else FLAGS.seeds, FLAGS.smoke, out=out, log=log, data=FLAGS.multi30k or "")
-    results = {FP32: race.result(FP32)}
-    targets = race.targets(results[FP32])
-    chosen = FLAGS.row or (SMOKE_ROWS if FLAGS.smoke else ROWS)
-    names = [name for name in ROWS if name != FP32 and name in chosen]
-    others = race.log.pool.map(lambda name: race.result(name, targets[0]), names)
-    results |= dict(zip(names, others, strict=True)) | peers
-    script.show(tabulate(task, results, targets))
-    if times:
-        publish(FLAGS.task, task, results, times, targets)
+    results = race.results(FLAGS.row or (SMOKE_ROWS if FLAGS.smoke else ROWS)) | peers
+    script.show(tabulate(task, results, race.targets(results[FP32])))
+    for name, (table, draw) in (figures(race, results, times) if times else {}).items():
+        script.show(table)
+        script.publish(name, table, draw)
 
 
-def publish(name: str, task: Task, results: Mapping[str, Result], times: StepTimes, targets: Sequence[float]) -> None:
-    """Write the tables and figures with times."""
-    step_s, documents = times.at(task.rate), {name: result._asdict() for name, result in results.items()}
-    table = tabulate_times(results, step_s, targets)
-    script.show(table)
-    script.publish(
-        f"race_{name}",
-        table,
-        lambda path: draw(path, task.unit, results, times, task.rate, targets[0]),
-        step_s=step_s,
-        targets=targets,
-        **documents,
-    )
+def figures(race: Race, results: Mapping[str, Result], times: StepTimes) -> dict[str, tuple[script.Table, Callable[[str], None]]]:
+    """Return the tables with times and what draws their figures, by name."""
+    task, targets = race.task, race.targets(results[FP32])
+    step_s, name = times.at(task.rate), pathlib.Path(task.config).stem
     lead = [
-        name for name in leaders(finishes(results, step_s, targets[0])) if all(name in times.measured[rate] for rate in times.rates)
+        row for row in leaders(finishes(results, step_s, targets[0])) if all(row in times.measured[rate] for rate in times.rates)
     ]
-    table = tabulate_crossovers(results, times, lead, targets[0])
-    script.show(table)
-    script.publish(f"race_{name}_bandwidth", table, lambda path: draw_bandwidths(path, results, times, lead, targets[0]))
+    return {
+        f"race_{name}": (
+            tabulate_times(results, step_s, targets),
+            lambda path: draw(path, task.unit, results, times, task.rate, targets[0]),
+        ),
+        f"race_{name}_bandwidth": (
+            tabulate_crossovers(results, times, lead, targets[0]),
+            lambda path: draw_bandwidths(path, results, times, lead, targets[0]),
+        ),
+    }
 
 
 if __name__ == "__main__":

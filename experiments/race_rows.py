@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from experiments import curves, seeds, trials
+from experiments import seeds, trials
 
 TUNING_SEED, SEEDS = 99, 3
 LENGTHS = (1.0, 1.5, 2.0)  # of a row's runs, relative to the first row's
@@ -164,9 +164,17 @@ class Result(NamedTuple):
 
 
 def steps_to(losses: Sequence[tuple[int, float]], target: float) -> float:
-    """Return the step after which the loss stays below the target, as `curves.reached`; infinite: never."""
-    step = curves.reached([curves.Point(step, 0.0, loss) for step, loss in losses], target, lambda point: point.step)
-    return math.inf if math.isnan(step) else step
+    """Return after how many steps the loss stays below the target, interpolated between evaluations; infinite: never.
+
+    A single good evaluation among worse ones does not count: losses of small models vary between evaluations.
+    """
+    above = [k for k, (_, loss) in enumerate(losses) if loss > target]
+    if not above:
+        return losses[0][0]
+    if above[-1] + 1 == len(losses):
+        return math.inf
+    (before, high), (after, low) = losses[above[-1] : above[-1] + 2]
+    return before + (high - target) / (high - low) * (after - before)
 
 
 def loss_at(losses: Sequence[tuple[int, float]], step: float) -> float:

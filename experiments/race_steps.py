@@ -7,10 +7,11 @@ whole periods of the row's schedule. With `--jitter` the lead rows are also meas
 gradient: as long as a step without communication, and an exponential variable whose mean is 0.3 of it, drawn for each worker and
 step. The results are added to TASK_steps.json in `--out`; rates that it has already are not measured again.
 
-0/1 Adam is left out: it sends ever more rarely, so that a few of its steps are not typical.
+`--row` chooses rows. 0/1 Adam is left out: it sends ever more rarely, so that a few of its steps are not typical.
 """
 
 import collections
+from collections.abc import Iterable
 import statistics
 from typing import Any
 
@@ -28,6 +29,7 @@ JITTER_SHARE = 0.3  # mean of the exponential pause, relative to a step without 
 JITTERED = (race_rows.FP32, "all-reduce int8", "gossip int8", "DiLoCo int4, H = 16", "MuLoCo int4, H = 16")
 STEPS, SLOW_STEPS = 16, 4  # of a visit, at least; of rows that send uncompressed parameters or gradients in each step
 LEFT_OUT = ("0/1 Adam",)
+TIMED = [name for name in race_rows.ROWS if name not in LEFT_OUT]
 SWEEP = ("10mbit", "25mbit", "50mbit", "100mbit", "250mbit", "1000mbit")
 TORCH_ALONE = "PyTorch, no communication"
 PEER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,9 +38,8 @@ PEER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def rows(task: race_rows.Task, pauses: bool = False) -> list[Row]:
-    """Return the rows of a task, first that without communication; with `pauses` those of the jitter panel, which can pause."""
-    names = JITTERED if pauses else [name for name in race_rows.ROWS if name not in LEFT_OUT]
+def rows(task: race_rows.Task, names: Iterable[str], pauses: bool = False) -> list[Row]:
+    """Return rows of a task, first that without communication; with `pauses` they can pause."""
     shorthands = {ALONE: SHORTHANDS[ALONE], **{name: race_rows.ROWS[name].shorthand for name in names}}
     own: dict[str, Any] = {"file": task.config, "model": {}, "batch_size": task.batch_size // HOSTS, **task.fields}
     return [
@@ -68,12 +69,13 @@ def measure(runner: Runner, chosen: list[Row], rounds: int) -> dict[str, dict[st
 
 def main() -> None:
     use_one_thread()
+    script.check_names("row", FLAGS.row, TIMED)
     task = race_rows.TASKS[FLAGS.task]
     path = script.folder() / f"{FLAGS.task}_steps.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     saved: dict[str, Any] = files.read_json(path) if path.exists() else {}
     with cluster.network(hosts=HOSTS, rate=cluster.UNLIMITED) as network, Runner(network, FLAGS.peers) as runner:
-        chosen = rows(task) + (peers(task) if FLAGS.peers and FLAGS.task == "lm" else [])
+        chosen = rows(task, FLAGS.row or TIMED) + (peers(task) if FLAGS.peers and FLAGS.task == "lm" else [])
         runner.prepare_all(chosen)
         for rate in FLAGS.rates or [task.rate, *SWEEP]:
             if rate in saved:
@@ -83,7 +85,7 @@ def main() -> None:
             script.save(str(path), **saved)
             print(f"{rate}: measured", flush=True)
         if FLAGS.jitter and race_rows.JITTER not in saved:
-            pausing = rows(task, pauses=True)
+            pausing = rows(task, JITTERED, pauses=True)
             runner.prepare_all(pausing)
             network.set_rate(task.rate)
             saved[race_rows.JITTER] = jittered(runner, pausing, statistics.median(saved[task.rate][ALONE]["step_s"]), FLAGS.rounds)
@@ -116,7 +118,7 @@ def tabulate(rate: str, measured: dict[str, dict[str, Any]]) -> script.Table:
 
 
 if __name__ == "__main__":
-    script.define("out", "peers")
+    script.define("out", "row", "peers")
     flags.DEFINE_enum("task", "lm", list(race_rows.TASKS), "Task whose steps are timed.")
     flags.DEFINE(cluster.Rates(), "rates", None, "Rates of every link, both ways; none: the task's own and those of the sweep.")
     flags.DEFINE_integer("rounds", 5, "Visits of each row at each rate.", lower_bound=1)

@@ -1,83 +1,72 @@
-"""How well the cost model predicts the time of a step, for the jobs and methods of experiments.time_to_loss.
+"""How well the cost model predicts the time of a step, for rows of the race that it knows.
 
-    python -m experiments.step_forecast --out=runs/step_forecast
-    python -m experiments.step_forecast --out=runs/step_forecast_translation --multi30k=data/multi30k
+    python -m experiments.step_forecast --task=translation --out=experiments/results/race
 
-Four emulated hosts (launch.cluster: root and iproute2), links of 100 Mbit/s. In each round launch.calibrate measures them; then every
-method trains for a few steps. The first half of them is not counted. The table has the seconds of a step and the prediction from that
-round's calibration alone. Finished runs in `--out` are not repeated.
+Four emulated hosts (launch.cluster: root and iproute2), links of the task's rate. In each round launch.calibrate measures them, then the
+rows take turns for a few steps. The table has the seconds of a step, and the prediction from that round's calibration alone. The
+results are added to TASK_forecast.json in `--out`; rounds that it has already are not repeated.
 """
 
-import os
-import pathlib
+from typing import Any
 
 from absl import flags
 
-from experiments import curves, script, time_to_loss, trials
-from experiments.bench.cluster import systems, twins
-from experiments.bench.cluster.group import done
+from decjax import costmodel, files
+from experiments import cluster_runtime, methods, race_rows, race_steps, script
+from experiments.bench.cluster.systems import ERRORS, Runner, use_one_thread
 from experiments.methods import HOSTS
-from experiments.time_to_loss import GRID, SMOKE_TUNING, TEXT, TRAINED, TRANSLATION, Setup, Tuned
 from launch import cluster
 
 FLAGS = flags.FLAGS
 
-
-def short(out: pathlib.Path) -> Setup:
-    """Return the job of `time_to_loss` with as many steps as are timed."""
-    if FLAGS.multi30k:
-        job, data = TRANSLATION, pathlib.Path(os.path.expanduser(FLAGS.multi30k))
-    else:
-        job, data = TEXT, twins.write_text(out / "text.txt", TEXT.model["context"])
-    job = job._replace(model=job.small if FLAGS.smoke else job.model, steps=FLAGS.steps, every=FLAGS.steps // 2, score="")
-    return Setup(job, data, trials.Pool(), SMOKE_TUNING[0] if FLAGS.smoke else tuple(TRAINED), GRID, (1.0,))
+EXACT = {race_rows.FP32: methods.SYNC, "all-reduce, one step stale": methods.STALE, "gossip fp32": methods.ONE_PEER}
+CODED = ("all-reduce int8", "PowerSGD, rank 4", "gossip bf16", "gossip int8")  # whose codecs are calibrated
 
 
-def train(network: cluster.Network, method: str, setup: Setup, workdir: pathlib.Path, seed: int) -> float:
-    """Return the seconds of a step in the second half of a run, which is trained unless that is done."""
-    run = time_to_loss.trial(method, setup, Tuned(GRID[0], setup.job.steps), workdir, seed, simulate=False)
-    if not run.finished:
-        run = run._replace(fields=(*run.fields, ("eval.num_windows", 1)))
-        done(method, network.run("launch.train", run.arguments))
-    half, *_, end = curves.read(workdir)
-    return (end.time_s - half.time_s) / (end.step - half.step)
+def forecast(network: cluster.Network, task: race_rows.Task, seconds: float) -> dict[str, float]:
+    """Return the seconds per step that the cost model predicts from a calibration, by row."""
+    coded = [race_rows.ROWS[name].shorthand for name in CODED]
+    measured, workload = cluster_runtime.calibrate(
+        network, task.rate, seconds, task.batch_size // HOSTS, coded, model={}, config=task.config, fields=task.fields
+    )
+    known = methods.modeled(HOSTS)
+    modeled = {name: known[method] for name, method in EXACT.items()}
+    modeled |= {name: costmodel.compressed(form) for name, form in zip(CODED, workload.compressed, strict=True)}
+    return {name: costmodel.predict(measured, workload, method).mean_s for name, method in modeled.items()}
 
 
-def tabulate(measured_s: dict[str, list[float]], predicted_s: dict[str, list[float]]) -> script.Table:
-    """Return every method's measured and predicted milliseconds of a step, round by round."""
+def tabulate(rounds: list[dict[str, dict[str, float]]]) -> script.Table:
+    """Return every row's measured and predicted milliseconds of a step, round by round."""
     table = script.table("", "ms per step", "predicted", "error")
-    for name, steps_s in measured_s.items():
-        errors = map(script.difference, predicted_s[name], steps_s)
-        table.add_row(name, *(", ".join(cells) for cells in (map(script.ms, steps_s), map(script.ms, predicted_s[name]), errors)))
+    for name in rounds[0]["measured_s"]:
+        measured_s, predicted_s = ([each[kind][name] for each in rounds] for kind in ("measured_s", "predicted_s"))
+        errors = map(script.difference, predicted_s, measured_s)
+        table.add_row(name, *(", ".join(cells) for cells in (map(script.ms, measured_s), map(script.ms, predicted_s), errors)))
     return table
 
 
 def main() -> None:
-    systems.use_one_thread()
-    out = script.folder()
-    if FLAGS.multi30k is not None:
-        script.check_path("multi30k", FLAGS.multi30k)
-    script.check_tables(f"steps_{TRANSLATION.name if FLAGS.multi30k else TEXT.name}")
-    out.mkdir(parents=True, exist_ok=True)
-    setup = short(out)
-    data = f"checksum {trials.data_checksum(str(setup.path), setup.job.config)}"
-    script.claim(out, rate=FLAGS.rate, data=data, steps=FLAGS.steps, smoke=FLAGS.smoke)
-    measured_s, predicted_s = ({method: [] for method in setup.methods} for _ in range(2))
-    with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
-        for seed in range(FLAGS.rounds):
-            time_to_loss.calibrate(network, time_to_loss.profile(out, seed), setup, FLAGS.seconds)
-            forecast_s = time_to_loss.predict(time_to_loss.profile(out, seed))
-            for method in setup.methods:
-                predicted_s[method].append(forecast_s[method])
-                measured_s[method].append(train(network, method, setup, time_to_loss.measured(out, method, seed), seed))
-    script.report(f"steps_{setup.job.name}", tabulate(measured_s, predicted_s))
+    use_one_thread()
+    task = race_rows.TASKS[FLAGS.task]
+    path = script.folder() / f"{FLAGS.task}_forecast.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rounds: list[dict[str, Any]] = files.read_json(path)["rounds"] if path.exists() else []
+    if len(rounds) < FLAGS.rounds:
+        with cluster.network(hosts=HOSTS, rate=task.rate) as network, Runner(network) as runner:
+            rows = race_steps.rows(task, (*EXACT, *CODED))[1:]  # The first sends nothing.
+            runner.prepare_all(rows, needed=True)
+            while len(rounds) < FLAGS.rounds:
+                predicted_s = forecast(network, task, FLAGS.seconds)
+                measured = race_steps.measure(runner, rows, rounds=1)
+                measured_s = {name: numbers["step_s"][0] for name, numbers in measured.items()}
+                rounds.append({"measured_s": measured_s, "predicted_s": predicted_s})
+                script.save(str(path), rounds=rounds)
+    script.report(f"forecast_{FLAGS.task}", tabulate(rounds))
 
 
 if __name__ == "__main__":
-    script.define("out", "pages", "smoke")
-    flags.DEFINE_string("rate", "100mbit", "Rate of every link.")
-    flags.DEFINE_integer("rounds", 1, "Calibrations, each followed by all methods.", lower_bound=1)
-    flags.DEFINE_integer("steps", 60, "Steps of a run.", lower_bound=4)
+    script.define("out", "pages")
+    flags.DEFINE_enum("task", "translation", list(race_rows.TASKS), "Task whose steps are predicted.")
+    flags.DEFINE_integer("rounds", 3, "Calibrations, each followed by all rows.", lower_bound=1)
     flags.DEFINE_float("seconds", 60.0, "Approximate duration of a calibration.", lower_bound=1.0)
-    flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files, to learn to translate; none: to learn Python.")
-    script.run(main, (*systems.ERRORS, trials.Broken))
+    script.run(main, ERRORS)

@@ -1,11 +1,16 @@
 """experiments/race: how a loss is reached, how rows are tuned, and a race of tiny models from start to end."""
 
+import contextlib
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 
-from experiments import race, race_rows, race_steps, script, trials
+from decjax import costmodel
+from experiments import race, race_rows, race_steps, script, seeds, step_forecast, trials
+from experiments.results_log import ResultsLog
 from tests import commands
 
 
@@ -130,6 +135,43 @@ def test_a_race_of_tiny_models(tmp_path):
 
 
 def test_every_row_of_the_race_is_timed_but_those_left_out():
-    timed = {row.name for row in race_steps.rows(race_rows.TASKS["lm"])}
+    timed = {row.name for row in race_steps.rows(race_rows.TASKS["lm"], race_steps.TIMED)}
     assert {*race_rows.ROWS} - timed == {*race_steps.LEFT_OUT}
     assert {*race_steps.JITTERED} <= {*race_rows.ROWS}
+
+
+def test_a_grid_is_extended_while_its_best_is_at_an_edge():
+    """Rates double or halve until the best has a neighbor on both sides; a single rate is accepted as is."""
+    best, losses = seeds.best_rate(lambda rate: abs(math.log(rate / 0.016)), (0.002, 0.004, 0.008))
+    assert best == 0.016 and sorted(losses) == [0.002, 0.004, 0.008, 0.016, 0.032]
+    best, losses = seeds.best_rate(lambda rate: rate, (0.002, 0.004, 0.008))
+    assert len(losses) == seeds.MOST_RATES and best == min(losses)
+    assert seeds.best_rate(lambda rate: 1.0, (0.008,)) == (0.008, {0.008: 1.0})
+
+
+@pytest.mark.parametrize("code, fails", [(4, ""), (1, "exit code 1"), (2, "was refused"), (130, "exit code 130")])
+def test_only_divergence_counts_as_a_bad_rate(tmp_path, monkeypatch, code, fails):
+    """An invalid, interrupted or broken run gives no result: the command ends, and continues with that run when started again."""
+    ended = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+    monkeypatch.setattr(trials.processes, "start", lambda *command, **how: ended)
+    runs = race.Race(race_rows.TASKS["lm"], smoke=True, out=tmp_path, log=ResultsLog(tmp_path / "log.jsonl", trials.Pool()))
+    with pytest.raises(trials.Broken, match=fails) if fails else contextlib.nullcontext():
+        assert runs.curve(race_rows.FP32, race_rows.Setting(0.01), 0, 10) is None
+    with pytest.raises(trials.Broken, match=fails or "all runs of all-reduce fp32 diverged"):
+        runs.targets(runs.result(race_rows.FP32))
+
+
+def test_steps_are_predicted_from_a_calibration(monkeypatch):
+    """The rows of the race that the cost model knows; those with a codec by their measured form."""
+    forms = [
+        costmodel.Compressed(name, 4, "" if "gossip" not in name else "one_peer_exponential", 0.25, 0.0)
+        for name in step_forecast.CODED
+    ]
+    workload = costmodel.Workload(0.01, (0.02,), (4e6,), compressed=tuple(forms))
+    measured = costmodel.Cluster("four hosts", 4, 1, inter=costmodel.Link(1e-3, 2.5e6), intra=costmodel.Link(1e-3, 2.5e6))
+    monkeypatch.setattr(step_forecast.cluster_runtime, "calibrate", lambda *args, **how: (measured, workload))
+    predicted_s = step_forecast.forecast(None, race_rows.TASKS["lm"], 1.0)
+    assert list(predicted_s) == [*step_forecast.EXACT, *step_forecast.CODED] and {*predicted_s} <= {*race_rows.ROWS}
+    assert predicted_s["all-reduce int8"] == pytest.approx(predicted_s[race_rows.FP32] / 4, rel=0.1)
+    table = script.markdown(step_forecast.tabulate([{"measured_s": {"gossip int8": 0.2}, "predicted_s": {"gossip int8": 0.1}}]))
+    assert "-50.0 %" in table

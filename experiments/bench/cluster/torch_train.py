@@ -1,4 +1,4 @@
-"""PyTorch's DDP, or decent-dp, on the data, schedule and evaluations of a run of decjax; a process of experiments.time_to_loss.
+"""PyTorch's DDP, or decent-dp, on the data, schedule and evaluations of a run of decjax; a process of experiments.race_peers.
 
 Needs requirements-peers.txt and not decjax. `--workdir` holds config.json; data.npz: train [S, N, B, T + 1] and valid
 [W, T + 1], bytes; and start.npz, the initial parameters. Writes metrics.jsonl and summary.json with the fields that experiments.curves

@@ -18,22 +18,6 @@ from decjax.tasks import text
 from experiments.bench.cluster.group import Failed
 from launch import cluster, config_file, processes
 
-VALIDATION_WINDOWS = 64
-
-
-def write_text(path: pathlib.Path, context: int) -> pathlib.Path:
-    """Write a text for `--config.data.path`, unless that is done; return its path.
-
-    Its last part, for validation, is windows of the standard library's held-out files; the first, its other files.
-    """
-    if not path.is_file():
-        corpus = text.load_corpus(min_bytes=context + 1)
-        windows_WxT1 = text.validation_windows(corpus.valid, context=context, limit=VALIDATION_WINDOWS)
-        valid = windows_WxT1[:, :-1].astype(np.uint8).tobytes()
-        others = round(1 / text.VALIDATION_SHARE) - 1
-        path.write_bytes(corpus.train[: others * len(valid)].tobytes() + valid)
-    return path
-
 
 def check(python: str) -> None:
     """Raise `Failed` unless an interpreter has experiments/requirements-peers.txt."""
