@@ -62,18 +62,21 @@ class Race(Runs):
     log: ResultsLog
     data: str = ""  # path; empty: the task's own
 
-    def curve(self, name: str, setting: Setting, seed: int, steps: int) -> Curve | None:
+    def trial(self, name: str, setting: Setting, seed: int, steps: int, simulate: bool = True) -> trials.Trial:
+        """Return a run, whose workers are simulated or real processes."""
         task = self.task
-        shorthand = f"{ROWS[name].shorthand},workers={HOSTS},simulate,steps={steps}" + ",smoke" * self.smoke
+        shorthand = f"{ROWS[name].shorthand},workers={HOSTS}" + ",simulate" * simulate + f",steps={steps}" + ",smoke" * self.smoke
         fields = {"schedule.learning_rate": setting.rate, "seed": seed, "batch_size": task.batch_size, **task.fields}
         fields |= {"eval.every": 5 if self.smoke else task.every, "eval.local": False, "checkpoint.every": 10**9}
         for option, value in zip(("learning_rate", "momentum"), setting.outer.split(", ") if setting.outer else ()):
             fields[f"method.outer_{option}"] = float(value)
         if self.data:
             fields["data.path"] = self.data
-        run = trials.trial(self.out, f"{name} {setting} {seed} {steps}", f"{task.config}:{shorthand}", fields)
-        numbers = self.log.result(run, read)
-        return None if numbers is None else Curve(steps, numbers["losses"], numbers["bytes"], numbers.get(task.score))
+        return trials.trial(self.out, f"{name} {setting} {seed} {steps}", f"{task.config}:{shorthand}", fields)
+
+    def curve(self, name: str, setting: Setting, seed: int, steps: int) -> Curve | None:
+        numbers = self.log.result(self.trial(name, setting, seed, steps), read)
+        return None if numbers is None else Curve(steps, numbers["losses"], numbers["bytes"], numbers.get(self.task.score))
 
     def results(self, names: Collection[str] = ROWS) -> dict[str, Result]:
         """Return the results of the first row, which sets the targets, and of the named rows."""

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from decjax import costmodel
-from experiments import race, race_rows, race_steps, script, seeds, step_forecast, trials
+from experiments import race, race_check, race_rows, race_steps, script, seeds, step_forecast, trials
 from experiments.results_log import ResultsLog
 from tests import commands
 
@@ -138,6 +138,27 @@ def test_every_row_of_the_race_is_timed_but_those_left_out():
     timed = {row.name for row in race_steps.rows(race_rows.TASKS["lm"], race_steps.TIMED)}
     assert {*race_rows.ROWS} - timed == {*race_steps.LEFT_OUT}
     assert {*race_steps.JITTERED} <= {*race_rows.ROWS}
+
+
+@pytest.mark.parametrize("config", [{"model": {"context": 8}}, {"model": {}, "data": {"length": 8}}], ids=["text", "pairs"])
+def test_seconds_of_a_full_run_are_those_of_its_steps(config, tmp_path):
+    """Training rows give tokens per second, without compilation and evaluation; the first row does not count."""
+    rows = [
+        dict(kind="train", step=5, loss=4.0, tokens_per_s=1.0),
+        dict(kind="eval", step=5, loss=3.9),
+        dict(kind="train", step=10, loss=4.0, tokens_per_s=160.0),
+        dict(kind="train", step=15, loss=3.0, tokens_per_s=80.0),
+        dict(kind="eval", step=15, loss=2.9),
+    ]
+    (tmp_path / "config.json").write_text(json.dumps({"batch_size": 4, **config}))
+    (tmp_path / "summary.json").write_text(json.dumps({"eval_loss": 2.9, "bytes_per_step_per_worker": 8.0}))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = race_check.read(trials.Trial(tmp_path))
+    assert run["step_s"] == pytest.approx(0.3) and run["losses"] == [(5, 3.9), (15, 2.9)]
+    checked = {race_rows.FP32: run}
+    results = {race_rows.FP32: race_rows.Result(race_rows.Setting(0.01), {}, 15, [race_rows.Curve(15, [(5, 3.9), (10, 2.9)])])}
+    line = script.markdown(race_check.tabulate(checked, results, {race_rows.FP32: 0.4}, 3.0)).splitlines()[-1].split("|")
+    assert [cell.strip() for cell in line[2:9]] == ["400", "300", "10", "14", "4", "4", "-9.5 %"]
 
 
 def test_a_grid_is_extended_while_its_best_is_at_an_edge():
