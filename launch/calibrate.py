@@ -70,13 +70,17 @@ SCOPES = {"inter": "between nodes", "intra": "inside nodes"}
 def forms(config: ml_collections.ConfigDict, texts: list[str]) -> list[measure.Form]:
     """Return compressed methods: shorthands of the config's file, with the model, data and workers of the config."""
     file = config_flags.get_config_filename(flags.FLAGS["config"])
-    kept = {field: value for field, value in join.resolved(config).document.items() if field not in METHOD}
+    kept = {field: value for field, value in _resolved(config).document.items() if field not in METHOD}
 
     def form(text):
-        compressed = join.resolved(config_file.get_config(f"{file}{',' if ':' in file else ':'}{text}")).document
-        return measure.form(text, join.resolved(kept | {field: compressed[field] for field in METHOD if field in compressed}))
+        compressed = _resolved(config_file.get_config(f"{file}{',' if ':' in file else ':'}{text}")).document
+        return measure.form(text, _resolved(kept | {field: compressed[field] for field in METHOD if field in compressed}))
 
     return [form(text) for text in texts]
+
+
+def _resolved(config: ml_collections.ConfigDict | dict[str, object]) -> parts.RunSpec:
+    return parts.resolve(config, jax.device_count(), jax.default_backend())
 
 
 def spread(times_s: np.ndarray) -> list[str]:
@@ -150,7 +154,7 @@ def main(argv: list[str]) -> int:
             if _LINKS.value:
                 command.output("links", _LINKS.value)
         measure.check(parts.read(config))
-        trainer = measure.prepare(join.resolved(config))
+        trainer = measure.prepare(_resolved(config))
         each = trainer.workers.local_size
         nodes = trainer.workers.num_workers // each
         default_name = f"{nodes} {'nodes' if nodes > 1 else 'node'} × {each} workers, {jax.devices()[0].device_kind}"

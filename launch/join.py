@@ -18,7 +18,6 @@ from typing import NoReturn
 from absl import flags
 import jax
 from jax.extend import backend
-import ml_collections
 
 from decjax import config as parts
 from decjax.elastic.membership import Excluded, Membership
@@ -144,12 +143,6 @@ def _gloo_listens_at(address: str) -> None:
         make, client = importlib.import_module("jaxlib._jax").make_gloo_tcp_collectives, xla_bridge.make_cpu_client
         collectives = functools.partial(make, distributed_client=distributed.global_state.client, hostname=address)
         backend.register_backend_factory("cpu", lambda: client(collectives=collectives()), priority=0, fail_quietly=False)
-
-
-def resolved(config: ml_collections.ConfigDict | dict[str, object]) -> parts.RunSpec:
-    """Return the spec of a config for the available devices."""
-    devices = jax.device_count()
-    return parts.resolve(config, devices, devices == 1 and jax.process_count() == 1 and jax.devices()[0].platform != "cpu")
 
 
 def check_flags(coordinator: str | None, num_processes: int | None, process_index: int | None) -> None:

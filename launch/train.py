@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
 def static_trainer(config: ml_collections.ConfigDict, spec: parts.RunSpec, place: DevicesOf) -> train.Trainer:
     """Return the trainer of a run, on the devices of all its processes."""
     join.set_up_devices(spec.workers, spec.simulate, spec.devices_of_worker)
-    spec = join.resolved(config)
+    spec = parts.resolve(config, jax.device_count(), jax.default_backend())
     return train.Trainer(spec, place(spec))
 
 

@@ -76,7 +76,7 @@ def test_workers_that_are_filled_in_carry_the_batch_along():
     for devices, workers in ((8, 4), (2, 1), (None, 4)):
         spec = parts.resolve(config, devices)
         assert (spec.workers, spec.batch_per_worker, spec.simulate) == (workers, 2 * 3, False)
-    spec = parts.resolve(config, 1, lone_accelerator=True)
+    spec = parts.resolve(config, 1, "gpu")
     assert (spec.workers, spec.batch_per_worker, spec.simulate) == (parts.SIMULATED_WORKERS, 2 * 3, True)
     assert config == before, "the config is the caller's"
     assert parts.read(config).workers == 0

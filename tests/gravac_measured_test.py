@@ -159,4 +159,4 @@ def test_a_lone_accelerator_is_refused_too():
     config = config_of()
     config.workers = 0
     with pytest.raises(ConfigError, match="simulate with measured speed"):
-        parts.resolve(config, 1, lone_accelerator=True)
+        parts.resolve(config, 1, "gpu")

@@ -98,7 +98,7 @@ def test_full_width_changes_nothing():
 def test_the_sample_is_a_function_of_the_seed_and_takes_all_workers(workers):
     """40 workers exceed the number of batches needed."""
     given = lm.get_config(f"smoke,simulate,{NARROW},workers={workers}" + (",method=local" if workers == 1 else ""))
-    setup, again = (config.build(spec_of(given)) for _ in range(2))
+    setup, again = (spec_of(given).setup.place() for _ in range(2))
     assert setup.data and again.data
     sample = setup._sample(setup.data)
     np.testing.assert_array_equal(sample, again._sample(again.data))

@@ -14,9 +14,11 @@ import sys
 from typing import Any
 
 from absl import flags
+import jax
 import numpy as np
 
 from configs import digits, lm
+from decjax import config as parts
 from decjax import train
 from launch import command, join
 
@@ -46,7 +48,7 @@ def take(arguments: list[str], text: str, into: pathlib.Path) -> None:
                 "eval.num_windows": 2,
             }
         config.update_from_flattened_dict(fields)
-        train.Run(train.Trainer(join.resolved(config)), into / str(index)).train()
+        train.Run(train.Trainer(parts.resolve(config, jax.device_count())), into / str(index)).train()
 
 
 def rows(arguments: list[str], folder: pathlib.Path, num_processes: int) -> dict[str, tuple[Rows, Rows]]:

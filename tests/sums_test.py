@@ -192,7 +192,7 @@ def test_messages_of_each_axis_are_taken_apart():
 def test_codecs_that_do_not_fit_are_refused(shorthand, said):
     with pytest.raises((ValueError, config.ConfigError), match=said) as error:
         spec = config.resolve(lm.get_config(f"smoke,{shorthand}"), 8)
-        config.build(spec)
+        spec.setup.place()
     assert "\n" not in str(error.value)
 
 

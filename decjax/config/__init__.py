@@ -24,7 +24,6 @@ __all__ = [
     "SIMULATED_WORKERS",
     "Setup",
     "Size",
-    "build",
     "choose",
     "defaults",
     "message_ratio",

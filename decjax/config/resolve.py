@@ -18,7 +18,7 @@ from decjax.errors import config_errors
 
 
 def resolve(
-    config: ml_collections.ConfigDict | MutableMapping[str, Any], num_devices: int | None = None, lone_accelerator: bool = False
+    config: ml_collections.ConfigDict | MutableMapping[str, Any], num_devices: int | None = None, platform: str = "cpu"
 ) -> RunSpec:
     """Return the run that a config describes: checked, with the numbers of workers and of compressing stages filled in.
 
@@ -28,7 +28,7 @@ def resolve(
     Args:
         config: made by a file such as `configs/lm.py`, or the contents of a config.json.
         num_devices: how many devices `workers=0` fills; None: `SIMULATED_WORKERS`.
-        lone_accelerator: whether there is exactly one accelerator, on which the workers of `workers=0` are simulated.
+        platform: of the devices; on a single one that is not a CPU, the workers of `workers=0` are simulated.
 
     Raises:
         ConfigError: if the config describes no possible run.
@@ -37,7 +37,7 @@ def resolve(
         spec = read(config)
         if not spec.workers:
             config = copy.deepcopy(config)  # A deep copy keeps references, so that fields which depend on `workers` follow it.
-            config["simulate"] = spec.simulate or lone_accelerator
+            config["simulate"] = spec.simulate or (num_devices == 1 and platform != "cpu")
             fitting = (num_devices or SIMULATED_WORKERS) // spec.devices_of_worker
             config["workers"] = SIMULATED_WORKERS if config["simulate"] else max(1, fitting)
             spec = read(config)

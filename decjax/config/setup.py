@@ -293,9 +293,3 @@ def make_reducer(
         reducer = reduce.first_stages(compressor, int(averaging.stages), num_stages, reduce.mean, channel)
     reducer = reduce.start_at(reducer, averaging.start, reduce.mean(channel))
     return pipeline.with_tied_table(reducer, division, channel) if division else reducer
-
-
-def build(spec: RunSpec, devices: Sequence[Any] | None = None) -> Setup:
-    """Return the parts of a run, placed on devices with the data loaded; see `Setup.place`."""
-    with config_errors():
-        return spec.setup.place(devices)

@@ -28,7 +28,7 @@ class Trainer:
     """Takes the steps of a run, and averages and evaluates its replicas.
 
     Args:
-        spec: the run, from `config.resolve`, or its parts, from `config.build`.
+        spec: the run, from `config.resolve`, or its parts on devices, from `config.Setup.place`.
         devices: for the workers, unless they are simulated; None: `jax.devices()`.
 
     Raises:
@@ -36,7 +36,7 @@ class Trainer:
     """
 
     def __init__(self, spec: config.RunSpec | config.Setup, devices: Sequence[Device] | None = None):
-        self.setup = setup = spec if isinstance(spec, config.Setup) else config.build(spec, devices)
+        self.setup = setup = spec if isinstance(spec, config.Setup) else spec.setup.place(devices)
         self.spec, self.method = setup.spec, setup.method
         self.step_parts = Step(setup.source.gradient, setup.method, setup.workers, setup.spec.seed)
         with config_errors():
@@ -86,7 +86,7 @@ class Trainer:
     @property
     def data(self) -> tasks.Data:
         """The data that it trains on."""
-        assert self.setup.data is not None  # `config.build` has loaded it.
+        assert self.setup.data is not None  # `Setup.place` has loaded it.
         return self.setup.data
 
     # -- Steps --------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ FLAGS = flags.FLAGS
 
 def record(config: ml_collections.ConfigDict, every: int) -> dict[str, object]:
     """Train, and return the steps and cosines, read from the probes every so many steps."""
-    setup = parts.build(parts.resolve(config))
+    setup = parts.resolve(config).setup.place()
     watched = setups.make_source(setup.spec, setup.task, setup.source.division, watch=Probed)
     trainer, taken, read = train.Trainer(dataclasses.replace(setup, source=watched)), [], []
     state = trainer.init()

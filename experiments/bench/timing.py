@@ -56,7 +56,7 @@ class Stepper:
     """Takes steps of a config as `launch.train` does, all on one batch; `gradient` wraps the function that computes its gradient."""
 
     def __init__(self, config: ml_collections.ConfigDict, gradient: Callable[[Callable], Callable] | None = None):
-        setup = parts.build(parts.resolve(config, jax.device_count()))
+        setup = parts.resolve(config, jax.device_count()).setup.place()
         if gradient:
             assert isinstance(setup.source, pipeline.Whole)
             setup = dataclasses.replace(setup, source=dataclasses.replace(setup.source, around=gradient))
