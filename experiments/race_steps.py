@@ -74,23 +74,30 @@ def main() -> None:
     path = script.folder() / f"{FLAGS.task}_steps.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     saved: dict[str, Any] = files.read_json(path) if path.exists() else {}
-    with cluster.network(hosts=HOSTS, rate=cluster.UNLIMITED) as network, Runner(network, FLAGS.peers) as runner:
-        chosen = rows(task, FLAGS.row or TIMED) + (peers(task) if FLAGS.peers and FLAGS.task == "lm" else [])
-        runner.prepare_all(chosen)
-        for rate in FLAGS.rates or [task.rate, *SWEEP]:
-            if rate in saved:
-                continue
-            network.set_rate(rate)
-            saved[rate] = measure(runner, chosen, FLAGS.rounds)
-            script.save(str(path), **saved)
-            print(f"{rate}: measured", flush=True)
-        if FLAGS.jitter and race_rows.JITTER not in saved:
-            pausing = rows(task, JITTERED, pauses=True)
-            runner.prepare_all(pausing)
-            network.set_rate(task.rate)
-            saved[race_rows.JITTER] = jittered(runner, pausing, statistics.median(saved[task.rate][ALONE]["step_s"]), FLAGS.rounds)
-            script.save(str(path), **saved)
-    script.show(*(tabulate(rate, measured) for rate, measured in saved.items()), *runner.refusals)
+    missing = [rate for rate in FLAGS.rates or [task.rate, *SWEEP] if rate not in saved]
+    jitter = FLAGS.jitter and race_rows.JITTER not in saved
+    if missing or jitter:
+        with cluster.network(hosts=HOSTS, rate=cluster.UNLIMITED) as network, Runner(network, FLAGS.peers) as runner:
+            if missing:
+                chosen = rows(task, FLAGS.row or TIMED) + (peers(task) if FLAGS.peers and FLAGS.task == "lm" else [])
+                runner.prepare_all(chosen)
+            for rate in missing:
+                network.set_rate(rate)
+                saved[rate] = measure(runner, chosen, FLAGS.rounds)
+                script.save(str(path), **saved)
+                print(f"{rate}: measured", flush=True)
+            if jitter:
+                pausing = rows(task, JITTERED, pauses=True)
+                runner.prepare_all(pausing)
+                network.set_rate(task.rate)
+                alone_s = statistics.median(saved[task.rate][ALONE]["step_s"])
+                saved[race_rows.JITTER] = jittered(runner, pausing, alone_s, FLAGS.rounds)
+                script.save(str(path), **saved)
+            script.show(*runner.refusals)
+    for rate, measured in saved.items():
+        script.show(tabulate(rate, measured))
+    if task.rate in saved:
+        script.fill(f"race_{FLAGS.task}_steps", tabulate("", saved[task.rate]))
 
 
 def jittered(runner: Runner, pausing: list[Row], pause_s: float, rounds: int) -> dict[str, dict[str, Any]]:
@@ -118,7 +125,7 @@ def tabulate(rate: str, measured: dict[str, dict[str, Any]]) -> script.Table:
 
 
 if __name__ == "__main__":
-    script.define("out", "row", "peers")
+    script.define("out", "row", "peers", "pages")
     flags.DEFINE_enum("task", "lm", list(race_rows.TASKS), "Task whose steps are timed.")
     flags.DEFINE(cluster.Rates(), "rates", None, "Rates of every link, both ways; none: the task's own and those of the sweep.")
     flags.DEFINE_integer("rounds", 5, "Visits of each row at each rate.", lower_bound=1)
