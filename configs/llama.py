@@ -18,7 +18,7 @@ The learning rates are common ones of models of these sizes trained with AdamW; 
 Shorthand as in configs/lm.py without `model`, and
 
     size=10M|124M|350M|1B|7B
-    pretrained=FOLDER           start from a Llama or Qwen2 in the files of Hugging Face: config.json and model.safetensors
+    pretrained=FOLDER           start from a Llama, Qwen2 or GPT-2 in the files of Hugging Face: config.json and model.safetensors
 
 With `pretrained`, tokenize the text with the model's tokenizer first (`python -m launch.tokenize`), and pass it as
 `--config.data.path`. `python -m launch.export` writes a trained model in the same form.

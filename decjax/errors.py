@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 import contextlib
 import errno
+import importlib
 import os
+from types import ModuleType
 
 _FIXES = {  # by number of an error of the operating system
     errno.ENOENT: "check the path",
@@ -17,6 +19,15 @@ _FIXES = {  # by number of an error of the operating system
     errno.EDQUOT: "make room there",
     errno.ENAMETOOLONG: "choose a shorter one",
 }
+
+
+def optional(package: str, purpose: str) -> ModuleType:
+    """Import a package that is not always installed; a ValueError names it and its purpose."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        name = package.partition(".")[0]
+        raise ValueError(f"{purpose} needs the package {name}: pip install {name}") from error
 
 
 class TrainingError(Exception):

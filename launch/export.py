@@ -2,8 +2,8 @@
 
     python -m launch.export --run=runs/llama --out=exported
 
-Averages the workers of the newest checkpoint of a run of configs/llama.py. Models with biases of queries, keys and values become Qwen2,
-others Llama; parameters are float32. Nothing is trained, the run is not changed, and its data are not read.
+Averages the workers of the newest checkpoint of a run of configs/llama.py: a Llama, a Qwen2 (with biases of queries, keys and values) or a
+GPT-2. Parameters are float32. Nothing is trained, the run is not changed, and its data are not read.
 """
 
 import pathlib
@@ -27,8 +27,13 @@ def main(argv: list[str]) -> int:
     config = trained.document(workdir)
     model = config.get("model")
     name = model.get("name") if isinstance(model, dict) else None
+    exported = ", ".join(map(repr, huggingface.ARCHITECTURES))
     command.check(
-        (name == "llama", f"run {str(workdir)!r} trains model {name!r}, and only 'llama' can be exported", "use configs/llama.py"),
+        (
+            name in huggingface.ARCHITECTURES,
+            f"run {str(workdir)!r} trains model {name!r}, and only {exported} can be exported",
+            "use configs/llama.py",
+        ),
         (
             not (out / huggingface.WEIGHTS).exists(),
             f"--out={str(out)!r} has a {huggingface.WEIGHTS} already",
@@ -48,7 +53,7 @@ def main(argv: list[str]) -> int:
     step, state = trained.newest(workdir, trainer)
     params, _ = trainer.average(state)
     assert spec.model
-    huggingface.write(out, jax.tree.map(np.asarray, params), spec.model.options)
+    huggingface.write(out, jax.tree.map(np.asarray, params), spec.model.name, spec.model.options)
     command.console().print(f"the averaged model of {workdir} after {step} steps is in {out}", markup=False)
     return 0
 

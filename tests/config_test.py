@@ -128,7 +128,12 @@ def changed(shorthand, path, value):
         ("workers=8", "pipeline.colour", 1, "pipeline.colour is unknown"),
         ("workers=8", "task", "chess", "task 'chess' is unknown; use one of"),
         ("workers=8", "mixer.name", "sum", "mixer 'sum' is unknown; use one of"),
-        ("workers=8", "model", {"name": "mlp"}, "'mlp' is not a model of task 'lm'; use one of decoder, llama, lstm, or give"),
+        (
+            "workers=8",
+            "model",
+            {"name": "mlp"},
+            "'mlp' is not a model of task 'lm'; use one of decoder, gpt2, llama, lstm, or give",
+        ),
         ("workers=8", "engine", "warp", "engine='warp' is unknown; use one of auto, fused, split"),
         # missing fields
         ("workers=8", "steps", ..., "config lacks steps; add it, as configs/lm.py does"),

@@ -22,7 +22,7 @@ from tests import commands, runs
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 FOLDER = pathlib.Path(__file__).parent / "data/huggingface"
-FAMILIES = ("llama", "qwen2")
+FAMILIES = ("llama", "qwen2", "gpt2")
 LAYER = "model.layers.1.self_attn.k_proj.weight"
 
 
@@ -52,9 +52,9 @@ def test_logits_are_those_of_transformers(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_round_trip_changes_no_bit(family, tmp_path):
-    given, params = huggingface.options(FOLDER / family), parameters(FOLDER / family)
-    huggingface.write(tmp_path / "again", params, given)
-    assert huggingface.options(tmp_path / "again") == given
+    described, params = huggingface.options(FOLDER / family), parameters(FOLDER / family)
+    huggingface.write(tmp_path / "again", params, *described)
+    assert huggingface.options(tmp_path / "again") == described
     assert_equal(parameters(tmp_path / "again"), params)
     stored, again = (safetensors.load_file(folder / huggingface.WEIGHTS) for folder in (FOLDER / family, tmp_path / "again"))
     assert stored.keys() == again.keys()
@@ -75,6 +75,24 @@ def test_weights_in_several_files(tmp_path):
     assert "has no whole model-1.safetensors (No such file" in problem_of(folder)
 
 
+def test_names_of_a_model_without_its_output_layer(tmp_path):
+    folder = copy("gpt2", tmp_path)
+    tensors = safetensors.load_file(folder / huggingface.WEIGHTS)
+    masks = {"h.0.attn.bias": np.ones((1, 1, 64, 64), np.float32)}  # as in the files of the original GPT-2
+    safetensors.save_file(
+        {name.removeprefix("transformer."): x for name, x in tensors.items()} | masks, folder / huggingface.WEIGHTS
+    )
+    assert_equal(parameters(folder), parameters(FOLDER / "gpt2"))
+
+
+def test_a_shorter_context_reads_fewer_positions():
+    tokens_BxT, expected = logits_of("gpt2")
+    model = models.pretrained(str(FOLDER / "gpt2"), context=8)
+    params = model.init(jax.random.key(0))
+    assert params["positions"]["embedding"].shape == (8, 16)
+    np.testing.assert_allclose(model.logits(params, tokens_BxT[:, :8]), expected[:, :8], rtol=1e-4, atol=1e-4)
+
+
 def test_it_initializes_only_when_it_is_called(tmp_path):
     folder = copy("llama", tmp_path)
     model = models.pretrained(str(folder))
@@ -86,20 +104,21 @@ def test_it_initializes_only_when_it_is_called(tmp_path):
 # -- Runs -------------------------------------------------------------------------------------------------------------
 
 
-def config_of(shorthand=""):
-    return llama.get_config(f"smoke,steps=3,pretrained={FOLDER / 'qwen2'}{shorthand}")
+def config_of(shorthand="", family="qwen2"):
+    return llama.get_config(f"smoke,steps=3,pretrained={FOLDER / family}{shorthand}")
 
 
 def test_all_workers_start_with_the_stored_parameters():
     trainer = runs.trainer_of(config_of(",workers=2"))
     params = parameters(FOLDER / "qwen2")
     jax.tree.map(lambda x_N, x: np.testing.assert_array_equal(x_N, np.stack([x, x])), trainer.init().params, params)
-    staged = runs.trainer_of(config_of(",workers=2,stages=2"))
-    assert_equal(staged.average(staged.init())[0], params)
+    for layout in ("stages=2", "fsdp=2"):
+        divided = runs.trainer_of(config_of(f",workers=2,{layout}"))
+        assert_equal(divided.average(divided.init())[0], params)
 
 
 def test_a_run_is_exported_as_its_average(tmp_path):
-    run = runs.run_of(config_of(",workers=2,simulate"), tmp_path / "run")
+    run = runs.run_of(config_of(",workers=2,simulate", "gpt2"), tmp_path / "run")
     run.train()
     done = commands.run("launch.export", f"--run={tmp_path / 'run'}", f"--out={tmp_path / 'out'}")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -107,7 +126,7 @@ def test_a_run_is_exported_as_its_average(tmp_path):
     assert_equal(parameters(tmp_path / "out"), jax.tree.map(np.asarray, run.trainer.average(run.state)[0]))
     modes = [(tmp_path / "out" / name).stat().st_mode for name in (huggingface.CONFIG, huggingface.WEIGHTS)]
     assert modes[0] == modes[1]
-    assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
     again = commands.run("launch.export", f"--run={tmp_path / 'run'}", f"--out={tmp_path / 'out'}")
     assert again.returncode == 2 and "has a model.safetensors already; choose another --out" in again.stderr
 
@@ -116,7 +135,10 @@ def test_a_run_is_exported_as_its_average(tmp_path):
     "content, problem",
     [
         (None, "holds no run: No such file or directory; give the --workdir of launch.train"),
-        ('{"model": {"name": "decoder"}}', "trains model 'decoder', and only 'llama' can be exported; use configs/llama.py"),
+        (
+            '{"model": {"name": "decoder"}}',
+            "trains model 'decoder', and only 'llama', 'gpt2' can be exported; use configs/llama.py",
+        ),
         ('{"task": "quadratics"}', "trains model None"),
     ],
 )
@@ -149,7 +171,7 @@ def rewrite(folder, **changes):
 @pytest.mark.parametrize(
     "fields, problem",
     [
-        (dict(model_type="gpt2"), "is of the architecture 'gpt2'; use one of llama, qwen2"),
+        (dict(model_type="bloom"), "is of the architecture 'bloom'; use one of llama, qwen2, gpt2"),
         (dict(model_type=None), "is of the architecture None"),
         (dict(hidden_size=None), "lacks hidden_size in config.json; give the folder of a complete model"),
         (dict(hidden_act="gelu"), "has hidden_act='gelu' in config.json; use a model with hidden_act='silu'"),
@@ -166,6 +188,26 @@ def rewrite(folder, **changes):
 )
 def test_configs_that_do_not_fit_are_refused(tmp_path, fields, problem):
     folder = copy("llama", tmp_path)
+    rewrite(folder, **fields)
+    assert problem in problem_of(folder)
+
+
+@pytest.mark.parametrize(
+    "fields, problem",
+    [
+        (dict(n_embd=None), "lacks n_embd in config.json"),
+        (
+            dict(activation_function="relu"),
+            "has activation_function='relu' in config.json; use a model with activation_function='gelu_new'",
+        ),
+        (dict(scale_attn_by_inverse_layer_idx=True), "has scale_attn_by_inverse_layer_idx=True"),
+        (dict(tie_word_embeddings=False), "has tie_word_embeddings=False"),
+        (dict(n_positions=65), "has transformer.wpe.weight of shape (64, 16), and config.json implies (65, 16)"),
+        (dict(n_inner=None), "has transformer.h.0.mlp.c_fc.bias of shape (24,), and config.json implies (64,)"),
+    ],
+)
+def test_configs_of_gpt2_that_do_not_fit_are_refused(tmp_path, fields, problem):
+    folder = copy("gpt2", tmp_path)
     rewrite(folder, **fields)
     assert problem in problem_of(folder)
 
@@ -217,6 +259,9 @@ def test_other_refusals(tmp_path):
     problem = problem_of(FOLDER / "llama", vocabulary=512)
     assert "has vocabulary=256, and model.vocabulary=512; use model.vocabulary=256" in problem
     assert "has theta=500.0, and model.theta=10000.0" in problem_of(FOLDER / "llama", theta=10_000.0)
+    assert "has 64 positions, and model.context=65; use a shorter context" in problem_of(FOLDER / "gpt2", context=65)
+    with pytest.raises(ValueError, match="is a model 'llama', and model.name='gpt2'; use model.name='llama'"):
+        models.gpt2(pretrained=str(FOLDER / "llama"))
     (folder / huggingface.WEIGHTS).unlink()
     shutil.copy(FOLDER / "llama" / huggingface.CONFIG, folder / huggingface.CONFIG)
     os.mkfifo(folder / huggingface.WEIGHTS)

@@ -36,8 +36,8 @@ MAY_IMPORT = {
     "reduce": BASE,
     "optim": {"options", "typing", "gossip", "reduce", "mesh", "buckets", "channel", "phases", "registry"},
     "pipeline": BASE | {"principal", "reduce", "schedules"},
-    "models": {"options", "typing", "registry", "files"},
-    "tasks": {"options", "typing", "models", "registry", "files"},
+    "models": {"options", "typing", "registry", "files", "errors"},
+    "tasks": {"options", "typing", "models", "registry", "files", "errors"},
 }
 MAY_IMPORT["config"] = set(MAY_IMPORT)
 MAY_IMPORT["train"] = set(MAY_IMPORT)

@@ -89,11 +89,11 @@ def test_a_model_that_names_a_task_of_decjax_is_trained_by_it():
     config = lm.get_config("smoke,workers=2,tensor=2")
     config.model = parts.section("model", "narrow")
     assert parts.resolve(config).model == ("narrow", {"heads": 3})
-    assert set(registry.partners("task", "lm", "model")) == {"decoder", "llama", "lstm", "narrow"}
+    assert set(registry.partners("task", "lm", "model")) == {"decoder", "gpt2", "llama", "lstm", "narrow"}
     assert registry.partners("model", "narrow", "task") == ("lm",) and registry.partners("model", "line", "task") == ("points",)
     config.model = parts.section("model", "line")
     with pytest.raises(
-        parts.ConfigError, match="'line' is not a model of task 'lm'; use one of decoder, llama, lstm, narrow, or give"
+        parts.ConfigError, match="'line' is not a model of task 'lm'; use one of decoder, gpt2, llama, lstm, narrow, or give"
     ):
         parts.resolve(config)
 

@@ -66,7 +66,7 @@ def pretrained(folder: str, context: int) -> ml_collections.ConfigDict:
     """Return the config section of the model in a folder of Hugging Face.
 
     Args:
-        folder: with config.json and safetensors, of Llama or Qwen2.
+        folder: with config.json and safetensors, of Llama, Qwen2 or GPT-2.
         context: T, at most; shorter if that of the model is.
 
     Raises:
@@ -74,7 +74,8 @@ def pretrained(folder: str, context: int) -> ml_collections.ConfigDict:
     """
     from decjax.models import huggingface  # Most configs need no files of models.
 
-    made = section("model", "llama", **huggingface.options(folder), pretrained=folder)
+    name, options = huggingface.options(folder)
+    made = section("model", name, **options, pretrained=folder)
     made.context = min(cast(int, made.context), context)
     return made
 

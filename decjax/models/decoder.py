@@ -82,7 +82,7 @@ class Parts:
         dtype: the dtype in which layers compute.
         divide: how a tensor-parallel group divides arrays.
         scale: what embeddings are multiplied by.
-        epsilon: of the final norm.
+        norm: class of the final norm; `epsilon` is its option.
         remat: what the backward pass of a layer recomputes; see `layers.rematerialized`.
     """
 
@@ -93,6 +93,7 @@ class Parts:
     dtype: DType
     divide: Divide
     scale: float = 1.0
+    norm: Callable[..., nnx.Module] = nnx.RMSNorm
     epsilon: float = 1e-6
     remat: Remat = "dots"
 
@@ -128,8 +129,8 @@ class Parts:
         return logits_RxV.reshape(*x_BxTxD.shape[:-1], -1).astype(jnp.float32)
 
     @functools.cached_property
-    def _norm(self) -> Callable[[PyTree], nnx.RMSNorm]:
-        return layers.bound(lambda rngs: nnx.RMSNorm(self.width, epsilon=self.epsilon, dtype=self.dtype, rngs=rngs))
+    def _norm(self) -> Callable[[PyTree], Callable[[jax.Array], jax.Array]]:
+        return layers.bound(lambda rngs: self.norm(self.width, epsilon=self.epsilon, dtype=self.dtype, rngs=rngs))
 
     def nll(self, norm: PyTree, output_VxD: jax.Array, x_BxTxD: jax.Array, targets_BxT: jax.Array) -> jax.Array:
         """Return nll_BxT of the targets in nats, from the output of the last layer."""
@@ -164,7 +165,7 @@ class Parts:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention of H heads with rotary positions.
+    """Causal self-attention of H heads, by default with rotary positions.
 
     Heads are in G groups, by default of one head each; the heads of a group share their keys and values.
 
@@ -174,7 +175,8 @@ class Attention(nnx.Module):
         groups: G, a divisor of H; 0: H.
         normalized: whether queries and keys are normalized.
         bias: whether queries, keys and values have a bias.
-        theta: base of the rotary frequencies.
+        out_bias: whether the output has a bias.
+        theta: base of the rotary frequencies; 0: queries and keys have no positions.
         depth: L, by which weights are scaled.
         dtype: in which the layer computes.
         rngs: of the weights.
@@ -191,6 +193,7 @@ class Attention(nnx.Module):
         groups: int = 0,
         normalized: bool = True,
         bias: bool = False,
+        out_bias: bool = False,
         theta: float = 10_000.0,
         depth: int,
         dtype: DType,
@@ -205,7 +208,7 @@ class Attention(nnx.Module):
         linear = functools.partial(layers.RowLinear, divide=divide, product=product, dtype=dtype, rngs=rngs)
         self.qkv = linear(width, self.groups * (self.shared + 2) * self.size, axis=1, bias=bias)
         # Scaled so that the sum of all 2 · depth branches has the variance of one.
-        self.out = linear(width, width, axis=0, scale=0.5 / depth)
+        self.out = linear(width, width, axis=0, scale=0.5 / depth, bias=out_bias)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         B, T, D = x_BxTxD.shape
@@ -215,7 +218,8 @@ class Attention(nnx.Module):
         k, v = (qkv_BxTxGxRxK[..., self.shared + i, :] for i in range(2))
         if self.query_norm and self.key_norm:
             q, k = self.query_norm(q), self.key_norm(k)
-        q, k = (layers.rotate(x, theta=self.theta) for x in (q, k))
+        if self.theta:
+            q, k = (layers.rotate(x, theta=self.theta) for x in (q, k))
         mixed_BxTxHxK = self.divide(jax.nn.dot_product_attention(q, k, v, is_causal=True), 2)
         return self.out(mixed_BxTxHxK.reshape(B, T, D))
 
@@ -224,13 +228,24 @@ class Block(nnx.Module):
     """A pre-norm transformer layer: x + Attention(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(
-        self, width: int, hidden: int, heads: int, *, depth: int, dtype: DType, rngs: nnx.Rngs, divide: Divide, product: Product
+        self,
+        width: int,
+        hidden: int,
+        attention: Callable[..., Attention],
+        *,
+        norm: Callable[..., nnx.Module] = nnx.RMSNorm,
+        bias: bool = False,
+        depth: int,
+        dtype: DType,
+        rngs: nnx.Rngs,
+        divide: Divide = layers.whole,
+        product: Product = layers.plain,
     ):
         # The order of construction determines which random numbers each parameter is drawn from.
-        self.attention_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        self.attention = Attention(width, heads, depth=depth, dtype=dtype, rngs=rngs, divide=divide, product=product)
-        self.mlp_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        linear = functools.partial(layers.RowLinear, divide=divide, product=product, dtype=dtype, rngs=rngs)
+        self.attention_norm = norm(width, dtype=dtype, rngs=rngs)
+        self.attention = attention(depth=depth, dtype=dtype, rngs=rngs, divide=divide, product=product)
+        self.mlp_norm = norm(width, dtype=dtype, rngs=rngs)
+        linear = functools.partial(layers.RowLinear, bias=bias, divide=divide, product=product, dtype=dtype, rngs=rngs)
         self.up, self.down = linear(width, hidden, axis=1), linear(hidden, width, axis=0, scale=0.5 / depth)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
@@ -287,7 +302,8 @@ def decoder_lm(
     """
     layers.check_heads(width, heads)
     compute = jnp.dtype(dtype)
-    block = lambda rngs: Block(width, hidden, heads, depth=depth, dtype=compute, rngs=rngs, divide=divide, product=product)
+    attention = functools.partial(Attention, width, heads)
+    block = lambda rngs: Block(width, hidden, attention, depth=depth, dtype=compute, rngs=rngs, divide=divide, product=product)
     parts = Parts(width, depth, block, tied, compute, divide, scale=width**0.5 if tied else 1.0, remat=remat)
     init = functools.partial(layers.init, lambda rngs: DecoderLM(vocabulary, width, depth, block, tied=tied, rngs=rngs))
     return Model(init, *parts.functions(), context, parts, DIVIDED, vocabulary, UNITS)

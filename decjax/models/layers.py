@@ -61,8 +61,8 @@ def bound(build: Build) -> Callable[..., Any]:
 class RowLinear(nnx.Module):
     """A linear layer that flattens all leading dimensions into rows; its kernel may be divided along `axis`.
 
-    Only a layer whose kernel is divided by columns (axis 1) may have a bias. Weights are drawn with variance scale / inputs, so that
-    activations are of order one at any width (a fixed standard deviation of 0.02 suits widths near 1,000).
+    Weights are drawn with variance scale / inputs, so that activations are of order one at any width (a fixed standard deviation of 0.02
+    suits widths near 1,000).
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RowLinear(nnx.Module):
         if self.axis == 0:
             rows = checkpoint_name(rows, SUM)
         if self.bias is not None:
-            rows += self.divide(self.bias[...], 0).astype(self.dtype)
+            rows += self.divide(self.bias[...], 0 if self.axis == 1 else None).astype(self.dtype)
         # With divided columns the result stays divided; with divided rows it is summed over the group.
         return self.divide(rows.reshape(*x.shape[:-1], -1), -1 if self.axis == 1 else None)
 

@@ -9,7 +9,6 @@ References: Touvron et al. 2023, arXiv 2302.13971 (Llama); Shazeer 2020, arXiv 2
 
 from collections.abc import Callable
 import functools
-from typing import Any
 
 from flax import nnx
 import jax
@@ -109,28 +108,7 @@ def llama(
     model = Model(init, *parts.functions(), context, parts, DIVIDED, vocabulary, UNITS)
     sizes = dict(vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, kv_heads=kv_heads, depth=depth)
     given = sizes | dict(tied=tied, qkv_bias=qkv_bias, theta=theta, epsilon=epsilon)
-    return _started_from(pretrained, model, given) if pretrained else model
-
-
-def _started_from(folder: str, model: Model, given: dict[str, Any]) -> Model:
-    """The model with the parameters in a folder as the initial ones."""
-    like = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-    huggingface.check(folder, given, like)
-    # A callback, so that neither tracing reads the weights nor a program holds them as constants.
-    return model._replace(init=lambda key: jax.pure_callback(lambda: huggingface.read(folder, given, like), like))
-
-
-def pretrained(folder: str, **changes: Any) -> Model:
-    """Return the model in a folder of Hugging Face; its `init` returns the stored parameters.
-
-    Args:
-        folder: with config.json and safetensors, of Llama or Qwen2.
-        **changes: options of `llama` that are not stored, such as a shorter context, a dtype or remat.
-
-    Raises:
-        ValueError: if the model is of another architecture or cannot be read.
-    """
-    return llama(**(huggingface.options(folder) | changes), pretrained=folder)
+    return huggingface.started_from(pretrained, model, "llama", given) if pretrained else model
 
 
 DIVIDED = (*decoder.DIVIDED, ("gate/kernel", -1), ("qkv/bias", -1))  # `Model.divided`

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from decjax.errors import optional
 from decjax.options import Range, check_range
-from decjax.tasks.sources import optional
 
 if TYPE_CHECKING:
     import tokenizers

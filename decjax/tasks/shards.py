@@ -21,8 +21,9 @@ import zlib
 import numpy as np
 
 from decjax import files
+from decjax.errors import optional
 from decjax.tasks import bpe, sources
-from decjax.tasks.sources import expect, explained, optional
+from decjax.tasks.sources import expect, explained
 from decjax.tasks.text import AT_ONCE, VALIDATION_SHARE, Corpus
 
 INDEX, TOKENIZER, FORMAT, VERSION = "index.json", "tokenizer.json", "decjax tokens", 1

@@ -19,9 +19,9 @@ import os
 import pathlib
 import re
 import sysconfig
-from types import ModuleType
 from typing import Any
 
+from decjax.errors import optional
 from decjax.files import open_regular, parse_json
 
 MAX_BYTES = 2**32  # of a corpus, which is held in memory: of its files, and of the text in them
@@ -55,15 +55,6 @@ def explained(path: Path, problem: str, fix: str, *errors: type[BaseException]) 
             is_other = error.filename and os.fspath(error.filename) != os.fspath(path)
             text = error.strerror + (f": {error.filename!r}" if is_other else "")
         raise ValueError(f"data path {os.fspath(path)!r} {problem}: {' '.join(text.split())}; {fix}") from error
-
-
-def optional(package: str, purpose: str) -> ModuleType:
-    """Import a package that is not always installed; a ValueError names it and its purpose."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        name = package.partition(".")[0]
-        raise ValueError(f"{purpose} needs the package {name}: pip install {name}") from error
 
 
 def read(path: str, field: str = FIELD) -> tuple[str, dict[str, bytes]]:

@@ -26,10 +26,11 @@ from decjax import registry
 from decjax.contrib.translation import beam, parallel
 from decjax.contrib.translation.model import EOS, PAD, SPECIAL, Translator
 from decjax.contrib.translation.parallel import Pairs
+from decjax.errors import optional
 from decjax.options import Decay, Range
 from decjax.tasks import bpe
 from decjax.tasks import partition as partition_lib
-from decjax.tasks.sources import expect, optional
+from decjax.tasks.sources import expect
 from decjax.tasks.task import Data, Task, checksum, spaced
 from decjax.typing import PyTree
 

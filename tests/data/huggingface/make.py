@@ -1,6 +1,6 @@
 """Make the models of this folder with `transformers`, or write the logits of another model next to it.
 
-    python tests/data/huggingface/make.py              # random models in llama/ and qwen2/
+    python tests/data/huggingface/make.py              # random models in llama/, qwen2/ and gpt2/
     python tests/data/huggingface/make.py FOLDER       # FOLDER/logits.npz, of any causal language model
 
 It needs torch, transformers and safetensors, in an environment of its own. The models were made with transformers 5.24.0.
@@ -29,7 +29,7 @@ SIZE = dict(
 def make(folder: pathlib.Path, model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
     """Save a model with random norms and biases."""
     for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "norm.weight")):
+        if name.endswith("bias") or parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.3)
     model.to(dtype).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -53,5 +53,17 @@ if __name__ == "__main__":
     make(HERE / "llama", transformers.LlamaForCausalLM(llama), torch.float32)
     qwen2 = transformers.Qwen2Config(**SIZE, rms_norm_eps=1e-6, rope_theta=1000.0, tie_word_embeddings=True)
     make(HERE / "qwen2", transformers.Qwen2ForCausalLM(qwen2), torch.bfloat16)
-    for name in ("llama", "qwen2"):
+    sizes = dict(
+        vocab_size=256,
+        n_embd=16,
+        n_inner=24,
+        n_head=4,
+        n_layer=2,
+        n_positions=64,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    make(HERE / "gpt2", transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), torch.float32)
+    for name in ("llama", "qwen2", "gpt2"):
         write_logits(HERE / name)
