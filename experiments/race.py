@@ -66,10 +66,8 @@ class Race(Runs):
         """Return a run, whose workers are simulated or real processes."""
         task = self.task
         shorthand = f"{ROWS[name].shorthand},workers={HOSTS}" + ",simulate" * simulate + f",steps={steps}" + ",smoke" * self.smoke
-        fields = {"schedule.learning_rate": setting.rate, "seed": seed, "batch_size": task.batch_size, **task.fields}
+        fields = {**setting.fields, "seed": seed, "batch_size": task.batch_size, **task.fields}
         fields |= {"eval.every": 5 if self.smoke else task.every, "eval.local": False, "checkpoint.every": 10**9}
-        for option, value in zip(("learning_rate", "momentum"), setting.outer.split(", ") if setting.outer else ()):
-            fields[f"method.outer_{option}"] = float(value)
         if self.data:
             fields["data.path"] = self.data
         return trials.trial(self.out, f"{name} {setting} {seed} {steps}", f"{task.config}:{shorthand}", fields)

@@ -1,4 +1,4 @@
-"""Loss against steps of PyTorch's rows of the race: DDP with its communication hooks, and decent-dp, on the language model.
+"""Loss against steps of PyTorch's rows of the race: DDP with its communication hooks, decent-dp and torchft, on the language model.
 
     python -m experiments.race_peers --peers=.venv-peers/bin/python --out=runs/race --results=experiments/results/race/lm.jsonl
 
@@ -24,6 +24,8 @@ from launch import cluster, command
 
 FLAGS = flags.FLAGS
 
+TWINS = {"decent_dp": race_rows.ONE_PEER, "diloco": "method=diloco,every=16"}  # shorthands of decjax; of others all-reduce
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peers(Runs):
@@ -34,10 +36,10 @@ class Peers(Runs):
 
     def curve(self, name: str, setting: Setting, seed: int, steps: int) -> Curve | None:
         method = PEERS[name].shorthand
-        workdir = self.out / f"{method}_{setting.rate:.3g}_{seed}_{steps}"
+        workdir = self.out / f"{method}_{setting}_{seed}_{steps}"
         if not (workdir / "summary.json").exists():
-            twin = race_rows.ONE_PEER if method == "decent_dp" else "method=allreduce"
-            fields = {"schedule.learning_rate": setting.rate, "seed": seed, "batch_size": self.task.batch_size}
+            twin = TWINS.get(method, "method=allreduce")
+            fields = {**setting.fields, "seed": seed, "batch_size": self.task.batch_size}
             fields |= {"eval.every": self.task.every, **self.task.fields}
             config = twins.config_of(f"{self.task.config}:{twin},workers={HOSTS},simulate,steps={steps}", fields)
             if code := twins.train(self.network, FLAGS.peers, method, config, workdir):

@@ -62,6 +62,7 @@ PEERS = {
     "PyTorch DDP fp16": Row("float16", PYTORCH),
     "PyTorch DDP, PowerSGD rank 4": Row("power_sgd", PYTORCH),
     "decent-dp one-peer exponential": Row("decent_dp", PYTORCH),
+    "torchft DiLoCo, H = 16": Row("diloco", PYTORCH, outer=OUTER),
 }
 
 
@@ -127,6 +128,12 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.rate:.3g}" + (f" ({self.outer})" if self.outer else "")
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """The fields of a config that it sets."""
+        outer = map(float, filter(None, self.outer.split(", ")))
+        return dict(zip(("schedule.learning_rate", "method.outer_learning_rate", "method.outer_momentum"), (self.rate, *outer)))
 
 
 class Curve(NamedTuple):

@@ -35,6 +35,7 @@ TORCH_ALONE = "PyTorch, no communication"
 PEER_OPTIONS: dict[str, dict[str, Any]] = {
     "power_sgd": dict(rank=4, bucket_cap_mb=1000),
     "decent_dp": dict(topology="one-peer-exp", period=2),
+    "diloco": dict(every=16, period=16),
 }
 
 

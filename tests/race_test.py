@@ -5,12 +5,14 @@ import json
 import math
 import subprocess
 import sys
+import types
 
 import pytest
 
 from decjax import costmodel
-from experiments import race, race_check, race_rows, race_steps, script, seeds, step_forecast, trials
+from experiments import race, race_check, race_peers, race_rows, race_steps, script, seeds, step_forecast, trials
 from experiments.results_log import ResultsLog
+from launch import cluster
 from tests import commands
 
 
@@ -138,6 +140,30 @@ def test_every_row_of_the_race_is_timed_but_those_left_out():
     timed = {row.name for row in race_steps.rows(race_rows.TASKS["lm"], race_steps.TIMED)}
     assert {*race_rows.ROWS} - timed == {*race_steps.LEFT_OUT}
     assert {*race_steps.JITTERED} <= {*race_rows.ROWS}
+    peers = {row.name for row in race_steps.peers(race_rows.TASKS["lm"])}
+    assert peers == {race_steps.TORCH_ALONE, *race_rows.PEERS}
+
+
+def test_a_row_of_pytorch_has_the_config_of_its_twin(monkeypatch, tmp_path):
+    configs = {}
+
+    def train(network, python, method, config, workdir):
+        configs[method] = config
+        workdir.mkdir(parents=True)
+        (workdir / "data.npz").touch()
+        (workdir / "metrics.jsonl").write_text(json.dumps(dict(kind="eval", step=16, loss=1.0)) + "\n")
+        return 0
+
+    monkeypatch.setattr(race_peers.twins, "train", train)
+    monkeypatch.setattr(race_peers, "FLAGS", types.SimpleNamespace(peers="python"))
+    peers = race_peers.Peers(race_rows.TASKS["lm"], network=cluster.Network("", ()), out=tmp_path)
+    for name, row in race_rows.PEERS.items():
+        outer = row.outer[-1] if row.outer else ""
+        assert peers.curve(name, race_rows.Setting(0.01, outer), 0, 16) == race_rows.Curve(16, [(16, 1.0)])
+    assert all(config["schedule"]["learning_rate"] == 0.01 and config["steps"] == 16 for config in configs.values())
+    assert configs["ddp"]["method"]["name"] == "allreduce" and configs["decent_dp"]["topology"] == "one_peer_exponential"
+    period = race_steps.PEER_OPTIONS["diloco"]["every"]
+    assert configs["diloco"]["method"] == dict(name="diloco", every=period, outer_learning_rate=0.7, outer_momentum=0.9)
 
 
 @pytest.mark.parametrize("config", [{"model": {"context": 8}}, {"model": {}, "data": {"length": 8}}], ids=["text", "pairs"])

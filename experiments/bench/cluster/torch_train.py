@@ -1,8 +1,8 @@
-"""PyTorch's DDP, or decent-dp, on the data, schedule and evaluations of a run of decjax; a process of experiments.race_peers.
+"""PyTorch's DDP, decent-dp or torchft on the data, schedule and evaluations of a run of decjax; a process of experiments.race_peers.
 
 Needs requirements-peers.txt and not decjax. `--workdir` holds config.json; data.npz: train [S, N, B, T + 1] and valid
-[W, T + 1], bytes; and start.npz, the initial parameters. Writes metrics.jsonl and summary.json with the fields that experiments.curves
-reads. Clipping differs: DDP clips the averaged gradient, decent-dp that of each bucket, decjax that of each worker.
+[W, T + 1], bytes; and start.npz, the initial parameters. Writes metrics.jsonl and summary.json with the fields that
+experiments.race_peers reads. Clipping differs: DDP clips the averaged gradient, decent-dp that of each bucket, others that of each worker.
 """
 # pyright: reportMissingImports=false
 
@@ -23,7 +23,7 @@ from torch import nn
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from experiments.bench.cluster.torch_worker import DecoderLM, join
+from experiments.bench.cluster.torch_worker import DecoderLM, join, outer_steps
 
 
 def learning_rate(step: int, schedule: dict[str, Any], steps: int) -> float:
@@ -64,16 +64,11 @@ def evaluate(model: nn.Module, valid_WxT1: torch.Tensor) -> float:
     return float(total[0] / total[1])
 
 
-class AllReduce:
-    """AdamW under torch's DistributedDataParallel."""
+class Steps:
+    """AdamW on clipped gradients."""
 
-    def __init__(self, own: DecoderLM, config: dict[str, Any]):
-        self.config, self.model = config, nn.parallel.DistributedDataParallel(own)
-        self.hook()
-        self.optimizer = adamw(self.model.parameters(), config)
-
-    def hook(self) -> None:
-        """Register a communication hook; here none."""
+    def __init__(self, model: nn.Module, config: dict[str, Any]):
+        self.config, self.model, self.optimizer = config, model, adamw(model.parameters(), config)
 
     def step(self, tokens_BxT1: torch.Tensor, step: int) -> None:
         for group in self.optimizer.param_groups:
@@ -82,6 +77,17 @@ class AllReduce:
         self.model(tokens_BxT1).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config["clip_norm"])
         self.optimizer.step()
+
+
+class AllReduce(Steps):
+    """The same under torch's DistributedDataParallel."""
+
+    def __init__(self, own: DecoderLM, config: dict[str, Any]):
+        super().__init__(nn.parallel.DistributedDataParallel(own), config)
+        self.hook()
+
+    def hook(self) -> None:
+        """Register a communication hook; here none."""
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the parameters are those of the averaged model, as always here."""
@@ -101,6 +107,26 @@ class PowerSGD(AllReduce):
     def hook(self) -> None:
         state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+class DiLoCo(Steps):
+    """The same with outer steps of torchft's DiLoCo."""
+
+    def __init__(self, own: DecoderLM, config: dict[str, Any]):
+        super().__init__(own, config)
+        method = config["method"]
+        outer = method["outer_learning_rate"], method["outer_momentum"]
+        self.servers = outer_steps(own, self.optimizer, method["every"], *outer)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context manager in which the parameters are those of the averaged model."""
+        own = nn.utils.parameters_to_vector(self.model.parameters()).detach()
+        mean = own / dist.get_world_size()
+        dist.all_reduce(mean)
+        nn.utils.vector_to_parameters(mean, self.model.parameters())
+        yield
+        nn.utils.vector_to_parameters(own, self.model.parameters())
 
 
 class Gossip:
@@ -137,7 +163,7 @@ class Gossip:
         self.model.revert_global_avg()
 
 
-METHODS = {"ddp": AllReduce, "float16": Float16, "power_sgd": PowerSGD, "decent_dp": Gossip}
+METHODS = {"ddp": AllReduce, "float16": Float16, "power_sgd": PowerSGD, "decent_dp": Gossip, "diloco": DiLoCo}
 
 
 def adamw(parameters: Iterable[nn.Parameter], config: dict[str, Any]) -> torch.optim.Optimizer:

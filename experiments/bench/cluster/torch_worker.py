@@ -1,13 +1,17 @@
-"""A PyTorch worker of an emulated cluster: decjax.models in PyTorch, alone, under DDP (with PowerSGD), or under decent-dp; see `group`.
+"""A PyTorch worker of an emulated cluster: decjax.models in PyTorch, alone or under DDP, decent-dp or torchft; see `group`.
 
 Needs requirements-peers.txt and not decjax. One thread computes, as in a decjax worker; gloo has its own.
 """
 # pyright: reportMissingImports=false
 
 import argparse
+import datetime
 import functools
+import os
+import socket
 import time
 from typing import Any
+import urllib.parse
 
 import torch
 from torch import nn
@@ -126,7 +130,53 @@ class DecentDP(Alone):
                 operation.wait()
 
 
-METHODS = {"alone": Alone, "ddp": DDP, "float16": Float16, "power_sgd": PowerSGD, "decent_dp": DecentDP}
+def outer_steps(model: nn.Module, optimizer: torch.optim.Optimizer, every: int, learning_rate: float, momentum: float) -> list[Any]:
+    """Let torchft's DiLoCo take an outer step after each `every` steps of an optimizer, with SGD and Nesterov momentum.
+
+    Each process is a replica group of its own; process 0 has the lighthouse. Returns servers, which end when they are deleted.
+    """
+    os.environ.setdefault("RUST_LOG", "warn")  # torchft logs several lines in each outer step.
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    own, groups = socket.gethostbyname(socket.gethostname()), dist.get_world_size()
+    servers: list[Any] = [store := dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)]
+    lighthouse: list[Any] = [None]
+    if dist.get_rank() == 0:
+        servers.append(server := LighthouseServer("[::]:0", min_replicas=groups))
+        lighthouse = [f"http://{own}:{urllib.parse.urlsplit(server.address()).port}"]
+    dist.broadcast_object_list(lighthouse)
+    manager = Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        min_replica_size=groups,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr=own,
+        store_port=store.port,
+        lighthouse_addr=lighthouse[0],
+        replica_id=str(dist.get_rank()),
+        hostname=own,
+        heartbeat_interval=datetime.timedelta(seconds=1),  # Other rows are measured meanwhile.
+        init_sync=False,
+    )
+    outer = torch.optim.SGD(model.parameters(), learning_rate, momentum, nesterov=momentum > 0)
+    DiLoCo(manager, [model], optimizer, outer, every, use_bucketization=True).__enter__()
+    return [*servers, manager]
+
+
+class DiLoCo(Alone):
+    """Local steps, and outer steps of torchft's DiLoCo with fp32 messages."""
+
+    def __init__(self, model: nn.Module, every: int, learning_rate: float = 0.7, momentum: float = 0.9):
+        super().__init__(model)
+        self.servers = outer_steps(model, self.optimizer, every, learning_rate, momentum)
+
+
+METHODS = {"alone": Alone, "ddp": DDP, "float16": Float16, "power_sgd": PowerSGD, "decent_dp": DecentDP, "diloco": DiLoCo}
 
 
 class Worker:

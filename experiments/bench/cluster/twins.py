@@ -1,4 +1,4 @@
-"""PyTorch's DDP and decent-dp as twins of runs of decjax: the same parameters to start from, text, batches, schedule and evaluations.
+"""Twins in PyTorch of runs of decjax: the same parameters to start from, text, batches, schedule and evaluations.
 
 See `torch_train`.
 """
@@ -22,7 +22,7 @@ from launch import cluster, config_file, processes
 def check(python: str) -> None:
     """Raise `Failed` unless an interpreter has experiments/requirements-peers.txt."""
     try:
-        done = subprocess.run([python, "-c", "import torch, decent_dp"], capture_output=True, text=True, check=False)
+        done = subprocess.run([python, "-c", "import torch, decent_dp, torchft"], capture_output=True, text=True, check=False)
         problem = done.stderr.strip().splitlines()[-1:] if done.returncode else []
     except OSError as error:
         problem = [error.strerror]
