@@ -197,9 +197,7 @@ def model_of(text: str, workers: int) -> Model:
         flop = 3 * (model.depth * model.layer_flops(batch) + model.head_flops(batch))
         return Model(model.parameters, model.gradient_bytes, flop, model.boundary_bytes(batch), model.depth)
     if plan_model.is_config(text):
-        from decjax import config  # It imports JAX, which takes seconds.
-
-        size = config.size(config_file.get_config(text))
+        size = plan_model.size(text)
         numbers = plan_model.Numbers(size.params, size.tokens)
     else:
         numbers = plan_model.parse(text, plan_model.Numbers)

@@ -26,25 +26,25 @@ def read_flags() -> tuple[costmodel.Cluster, costmodel.Workload]:
     """Return the resized cluster and the workload."""
     cluster, measured = costmodel.load(FLAGS.cluster)
     text, workers = FLAGS.model or "", FLAGS.workers
-    if not text or text.endswith(".json"):
+    size = plan_model.size(text, FLAGS.fsdp) if plan_model.is_config(text) else None
+    cluster = costmodel.grouped(cluster, size.fsdp if size else FLAGS.fsdp or 1)
+    if size:
+        workers = workers or size.workers
+        workload = plan_model.Numbers(size.params, size.tokens).workload(cluster, FLAGS.compute_s)
+    elif not text or text.endswith(".json"):
         if FLAGS.compute_s is not None:
             problem = f"--compute_s={FLAGS.compute_s:g}: the workload of {text or FLAGS.cluster} has its own times"
             command.refuse(problem, "leave it out, or give --model=params=… or a config")
         workload = costmodel.load_workload(text) if text else measured
         if workload is None:
             command.refuse(f"{FLAGS.cluster} has no workload", "give --model=params=…,forward_s=…,backward_s=… or a config")
-    elif plan_model.is_config(text):
-        from decjax import config  # It imports JAX, which takes seconds.
-
-        size = config.size(config_file.get_config(text))
-        workers = workers or size.workers
-        workload = plan_model.Numbers(size.params, size.tokens).workload(cluster, FLAGS.compute_s)
     else:
         workload = plan_model.parse(text, plan_model.Numbers).workload(cluster, FLAGS.compute_s)
     if FLAGS.variation is not None:
         jitter = costmodel.Jitter("lognormal", scale_s=FLAGS.variation * workload.compute_s)
         workload = dataclasses.replace(workload, jitter=jitter)
-    return plan_model.resized(cluster, "workers", workers), workload
+    cluster = plan_model.resized(cluster, "workers", workers)
+    return cluster, costmodel.divided(workload, cluster)
 
 
 def message_ratio() -> float:
@@ -94,6 +94,7 @@ if __name__ == "__main__":  # Other commands define flags of the same names, and
     flags.DEFINE_string("cluster", None, "Profile of the cluster, a JSON file.", required=True)
     flags.DEFINE_string("model", None, "Config, workload in JSON, or params=…,tokens=…; default: the profile's workload.")
     flags.DEFINE_integer("workers", None, "Number of workers; default: the config's or the profile's.", lower_bound=1)
+    flags.DEFINE_integer("fsdp", None, "Devices per worker, on one node; default: the config's, or 1.", lower_bound=1)
     flags.DEFINE_float("compute_s", None, "Compute time of a step, seconds.", lower_bound=0.0)
     flags.DEFINE_float("variation", None, "Standard deviation ÷ mean of compute times, log-normal.", lower_bound=0.0)
     flags.DEFINE_list("topologies", [], "Graphs to consider, or 'all'; default: a selection.")

@@ -1,7 +1,7 @@
 """The flag --model of launch.plan, launch.plan_layouts and launch.place: a config, or numbers such as `params=65e6,tokens=1600`."""
 
 import dataclasses
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from absl import flags
 
@@ -10,6 +10,9 @@ from decjax.contrib import layouts
 from decjax.costmodel.profile import LARGEST, MAX_BUCKETS, Amount, Rate, Size
 from decjax.options import Range
 from launch import command, config_file
+
+if TYPE_CHECKING:
+    from decjax import config
 
 T = TypeVar("T")
 
@@ -105,6 +108,16 @@ def parse(text: str, cls: type[T]) -> T:
     missing = [key for key, option in known.items() if option.is_required and key not in given]
     command.check((not missing, f"--model: {', '.join(missing[:1])} is missing", f"write it as in {EXAMPLES[cls]}"))
     return cls(**registry.fill("--model: ", given, known))
+
+
+def size(text: str, fsdp: int | None = None) -> "config.Size":
+    """Return the size of a config's run, with another number of devices per worker unless that is None."""
+    from decjax import config  # It imports JAX, which takes seconds.
+
+    chosen = config_file.get_config(text)
+    if fsdp:
+        chosen.fsdp = fsdp
+    return config.size(chosen)
 
 
 def transformer(text: str) -> layouts.Transformer:

@@ -16,8 +16,10 @@ _LEGEND = dict(loc="outside lower center", frameon=False, fontsize=8.5)
 
 def report(cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: list[plan.Ranked], width: int) -> console.Group:
     """Return the ranking; terminals of less than 100 columns get fewer columns."""
+    devices = cluster.devices_per_worker
+    sender, of = ("device", f" of {devices} devices") if devices > 1 else ("worker", "")
     title = (
-        f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} workers; a step computes for "
+        f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} workers{of}; a step computes for "
         f"{1e3 * workload.compute_s:.4g} ms and has {workload.total_bytes / 1e6:.4g} MB of parameters"
     )
     columns = {
@@ -27,12 +29,12 @@ def report(cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: lis
         "speed-\nup": lambda r: f"{r.speedup:.2f}",
         "waits\nms": lambda r: ms(r.prediction.waiting_s),
         "adds\nms": lambda r: ms(r.prediction.exposed_s),
-        "MB per\nworker": lambda r: f"{r.prediction.bytes_per_worker / 1e6:.3g}",
+        f"MB per\n{sender}": lambda r: f"{r.prediction.bytes_per_worker / devices / 1e6:.3g}",
         "MB per\nNIC": lambda r: f"{r.prediction.bytes_per_nic / 1e6:.3g}",
         "gap": _gap,
     }
     if width < 100:
-        del columns["95 %\nms"], columns["MB per\nworker"]
+        del columns["95 %\nms"], columns[f"MB per\n{sender}"]
     rows = command.table(*columns, caption="gap of a period / rounds in it; 1: exact averaging")
     for r in ranked:
         rows.add_row(*(cell(r) for cell in columns.values()), style=None if r.method.topology else "dim")

@@ -9,7 +9,7 @@ import pytest
 
 from decjax import costmodel
 from decjax import topology as tp
-from decjax.costmodel import Cluster, Jitter, Link, Method, Workload, all_reduce, gossip, model, no_communication, predict
+from decjax.costmodel import Cluster, Jitter, Link, Method, Workload, all_reduce, exchange, gossip, model, no_communication, predict
 from decjax.costmodel.simulator import simulate
 
 EIGHT = Cluster("two nodes", 2, 4, Link(1e-5, 2e9), Link(1e-4, 1e9), all_reduce_efficiency=0.8, codec_Bps=1e9)
@@ -505,3 +505,39 @@ def test_one_worker_talks_to_nobody():
         prediction = predict(alone, LOAD, method)
         assert (prediction.exposed_s, prediction.waiting_s) == pytest.approx((0, 0), abs=1e-12)
         assert prediction.bytes_per_worker == prediction.bytes_per_nic == 0
+
+
+# -- Workers of several devices -----------------------------------------------------------------------------------------
+
+DEVICES = Cluster("four nodes", 4, 8, Link(1e-6, 1e9), Link(1e-4, 1e8), codec_Bps={"int8": 1e9}, flops=1e12, memory_bytes=16e9)
+
+
+@pytest.mark.parametrize("hierarchical", [False, True])
+@pytest.mark.parametrize("name", ["ring", "one_peer_exponential", "complete", "hierarchical"])
+@pytest.mark.parametrize("L", [1, 2, 4, 8])
+def test_the_message_of_a_worker_is_that_of_its_devices_in_shards(L, name, hierarchical):
+    devices = dataclasses.replace(DEVICES, hierarchical_all_reduce=hierarchical)
+    workers = costmodel.grouped(devices, L)
+    N = workers.num_workers
+    for round_ in topology(name, N, **({"local_size": 8 // L} if name == "hierarchical" else {})).rounds:
+        found = exchange.exchange_cost(workers, round_)
+        shards = exchange.exchange_cost(devices, round_, devices_NxK=np.arange(N * L).reshape(N, L))
+        np.testing.assert_allclose(found.per_byte_N, shards.per_byte_N / L)
+        np.testing.assert_allclose(found.latency_N, shards.latency_N)
+        np.testing.assert_allclose(found.nic_M, shards.nic_M / L)
+        np.testing.assert_allclose(found.sent_N, shards.sent_N)
+
+
+def test_devices_of_a_worker_gather_parameters_and_add_up_gradients():
+    workers = costmodel.grouped(DEVICES, 4)
+    assert (workers.num_workers, workers.flops, workers.memory_bytes, workers.codec_rate("int8")) == (8, 4e12, 64e9, 4e9)
+    step = costmodel.divided(LOAD, workers)
+    gather_s = [3 * 1e-6 + 3 / 4 * num_bytes / 1e9 for num_bytes in LOAD.num_bytes]
+    assert step.forward_s == pytest.approx(LOAD.forward_s + sum(gather_s))
+    assert step.backward_s == pytest.approx([own_s + 2 * moved_s for own_s, moved_s in zip(LOAD.backward_s, gather_s)])
+    assert (step.optimizer_s, step.combine_s) == pytest.approx((LOAD.optimizer_s / 4, LOAD.combine_s / 4))
+    assert costmodel.divided(LOAD, DEVICES) == LOAD
+    with pytest.raises(
+        ValueError, match=r"fsdp=3 does not divide the 8 devices of a node of 'four nodes'.*use one of \[1, 2, 4, 8\]"
+    ):
+        costmodel.grouped(DEVICES, 3)

@@ -216,6 +216,18 @@ def test_a_config_gives_parameters_and_workers():
     assert "8 × 1 workers" in result.stdout and "computes for 50 ms" in result.stdout
 
 
+def test_workers_of_several_devices():
+    cluster, model = "--cluster=configs/clusters/a40_ethernet.json", "--model=params=65e6,tokens=1600"
+    result = run(cluster, model, "--fsdp=2", "--workers=8", "--topologies=ring", "--orders=awc")
+    assert result.returncode == 0, result.stderr
+    row = next(line for line in result.stdout.splitlines() if "ring awc" in line)
+    assert (
+        "workers of 2 devices" in result.stdout and "device" in result.stdout and " 260 " in row
+    )  # two neighbors, half of 260 MB each
+    from_config = run(cluster, "--model=configs/lm.py:workers=8,fsdp=2", "--topologies=ring")
+    assert "× 2 workers of 2 devices" in from_config.stdout and ",fsdp=2,order=awc" in from_config.stdout, from_config.stderr
+
+
 SIZES = "depth=4,width=64,heads=4,vocabulary=256,context=64,batch=32"
 T4 = "--cluster=configs/clusters/t4_infiniband.json"
 LAYOUTS = "launch.plan_layouts"
@@ -271,6 +283,7 @@ def test_a_config_is_a_model_of_layouts():
             "--workers=99999999999 must be at most 4096; use --workers=4096, or fewer",
         ),
         (("--cluster=configs/clusters/box_200mbit.json", "--topologies=rings"), "topology 'rings' is unknown"),
+        (("--cluster=configs/clusters/box_200mbit.json", "--fsdp=2"), "fsdp=2 does not divide the 1 devices of a node"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_two(args, problem, tmp_path):

@@ -52,6 +52,7 @@ NUMPY_ONLY = (
     "decjax.topology",
     "decjax.schedules",
     "decjax.costmodel.profile",
+    "decjax.costmodel.groups",
     "decjax.costmodel.json_files",
     "decjax.costmodel.methods",
     "decjax.costmodel.exchange",

@@ -73,19 +73,21 @@ class Size(NamedTuple):
         workers: N.
         params: values in the model's parameters.
         tokens: items (tokens, images) that a worker reads in a step.
+        fsdp: L, devices of a worker.
     """
 
     workers: int
     params: int
     tokens: int
+    fsdp: int
 
 
 def size(config: ml_collections.ConfigDict | MutableMapping[str, Any]) -> Size:
     """Return the size of a run, from its config alone: no device is started and no data is read."""
-    spec = resolve(config)
+    spec = resolve(config, SIMULATED_WORKERS * read(config).fsdp)
     task = spec.setup.task
     leaves = jax.tree.leaves(jax.eval_shape(lambda: task.init(jax.random.key(0))))
-    return Size(spec.workers, sum(leaf.size for leaf in leaves), spec.batch_per_worker * task.items)
+    return Size(spec.workers, sum(leaf.size for leaf in leaves), spec.batch_per_worker * task.items, spec.fsdp)
 
 
 def message_ratio(codec: str) -> float:

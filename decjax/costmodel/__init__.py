@@ -2,6 +2,7 @@
 
     profile     clusters, workloads, and how compute times vary
     json_files  their JSON form
+    groups      workers of several devices
     exchange    latency and bandwidth cost of a round of messages on a cluster
     methods     what is sent over which topology
     simulator   times of training steps, by a max-plus recursion over workers
@@ -20,6 +21,7 @@ Examples:
   '2.44 times faster'
 """
 
+from decjax.costmodel.groups import divided, grouped
 from decjax.costmodel.json_files import load, load_workload, save
 from decjax.costmodel.methods import Method, all_reduce, compressed, gossip, no_communication
 from decjax.costmodel.model import Prediction, predict
@@ -35,7 +37,9 @@ __all__ = [
     "Workload",
     "all_reduce",
     "compressed",
+    "divided",
     "gossip",
+    "grouped",
     "load",
     "load_workload",
     "no_communication",

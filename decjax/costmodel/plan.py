@@ -159,6 +159,7 @@ def _how_to_train(cluster: Cluster, method: Method) -> str:
         return ""
     words = [f"topology={method.topology.name}"]
     words += [f"local_size={cluster.workers_per_node}"] if cluster.workers_per_node > 1 else []
+    words += [f"fsdp={cluster.devices_per_worker}"] if cluster.devices_per_worker > 1 else []
     words += ["order=awc" if method.overlap else "order=atc"]
     words += [f"codec={method.codec}"] if method.codec else []
     words += [f"every={method.every}"] if method.every > 1 else []

@@ -90,6 +90,7 @@ class Cluster:
             each by name; None: codecs take no time.
         flops: floating-point operations per second that a worker sustains, to estimate compute times; None: unknown.
         memory_bytes: memory of a worker; None: unknown.
+        devices_per_worker: devices that divide the arrays of a worker; all other numbers are those of a whole worker. See `grouped`.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Cluster:
     codec_Bps: Rate | dict[str, Rate] | None = None
     flops: Rate | None = None
     memory_bytes: Rate | None = None
+    devices_per_worker: Size = 1
 
     def __post_init__(self):
         check_text("name", self.name)
