@@ -48,7 +48,7 @@ def test_what_another_number_of_workers_makes_meaningless_starts_afresh(method):
     """Trackers and corrections, which must sum to a fixed value over all workers, are reset; momenta are kept."""
     four, two = (trainer_of(configured(method, workers)).abstract for workers in (4, 2))
     filled = [jax.tree.map(lambda x: np.full(x.shape, value, x.dtype), each) for value, each in ((7, four), (0, two))]
-    resized = state_lib.resize(state_lib.kept(filled[0], True), filled[1], 2)
+    resized = state_lib.resumed(state_lib.resize(state_lib.kept(filled[0], True), 2), filled[1])
     assert jax.tree.structure(resized) == jax.tree.structure(two)
     fresh = {"tracker", "signal", "correction"}
     for path, x in jax.tree_util.tree_leaves_with_path(resized.opt_state):

@@ -134,9 +134,9 @@ def test_errors_begin_afresh_for_another_number_of_workers():
     def stacked(n, value):
         return state_lib.State(*jax.tree.map(lambda x: np.full((n, *x.shape), value, x.dtype), (params, tx.init(params))))
 
-    resized = state_lib.resize(state_lib.kept(stacked(4, 2), True), stacked(2, 7), 2)
-    assert {int(x.flat[0]) for x in jax.tree.leaves(resized.opt_state[0].reducer)} == {7}
-    assert {int(x.flat[0]) for x in jax.tree.leaves((resized.params, resized.opt_state[0].mu))} == {2}
+    resized = state_lib.resumed(state_lib.resize(state_lib.kept(stacked(4, 2), True), 2), stacked(2, 7))
+    assert {int(x.ravel()[0]) for x in jax.tree.leaves(resized.opt_state[0].reducer)} == {7}
+    assert {int(x.ravel()[0]) for x in jax.tree.leaves((resized.params, resized.opt_state[0].mu))} == {2}
 
 
 @pytest.mark.parametrize(

@@ -139,12 +139,12 @@ def test_what_push_sum_has_averaged_is_what_others_start_from(prepare, push_sum,
 
 def test_members_of_a_group_count_by_their_weights():
     state, weight_N = make_state(5), np.array([0.5, 2.0, 1.0, 0.25, 1.25])
-    params, resized = state.params["w"], state_lib.resize(state_lib.kept(state, True), make_state(2), 2, weight_N)
+    params, resized = state.params["w"], state_lib.resize(state_lib.kept(state, True), 2, weight_N)
     first, second = (np.average(params[own], axis=0, weights=weight_N[own]) for own in ([0, 1, 2], [3, 4]))
-    new = resized.params["w"]
+    new = resized["params"]["w"]
     np.testing.assert_allclose(new.mean(axis=0), np.average(params, axis=0, weights=weight_N), rtol=1e-6)
     np.testing.assert_allclose(new[1] - new[0], second - first, rtol=1e-5)
-    np.testing.assert_allclose(resized.opt_state.inner["m"][1], state.opt_state.inner["m"][3:].mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(resized["opt_state"]["inner"]["m"][1], state.opt_state.inner["m"][3:].mean(axis=0), rtol=1e-6)
 
 
 def make_state(n, mixer=0.0):
@@ -160,7 +160,7 @@ def make_state(n, mixer=0.0):
 @pytest.mark.parametrize("before, after", [(8, 4), (8, 1), (4, 8), (3, 7), (8, 3), (5, 5)])
 def test_resize_averages_when_shrinking_and_copies_when_growing(before, after):
     state, fresh = make_state(before, mixer=5.0), make_state(after, mixer=0.0)
-    resized = state_lib.resize(state_lib.kept(state, True), fresh, after)
+    resized = state_lib.resumed(state_lib.resize(state_lib.kept(state, True), after), fresh)
     for old, new in ((state.params["w"], resized.params["w"]), (state.opt_state.inner["m"], resized.opt_state.inner["m"])):
         for j in range(after):
             members = [i for i in range(before) if i * after // before == j] if after < before else [j * before // after]

@@ -50,9 +50,6 @@ class ElasticMembers(Members[ElasticTrainer]):
     def local(self, state: State) -> State:
         return jax.tree.map(lambda x: jax.device_put(np.asarray(x[self._membership.slot])[None]), state)
 
-    def place(self, state: State) -> State:
-        return self.local(state)
-
     def init(self, params: PyTree) -> State:
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.like())  # Replaced when the first view begins.
 

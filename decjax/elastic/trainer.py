@@ -14,7 +14,6 @@ from decjax import config, tasks
 from decjax.elastic.programs import MEMBERS
 from decjax.elastic.workers import ElasticWorkers, Group
 from decjax.errors import ConfigError, refuse
-from decjax.optim.memories import completed
 from decjax.train import state as state_lib
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
@@ -153,8 +152,7 @@ class ElasticTrainer(Trainer):
         return self._completed(state_lib.kept(state, self.setup.source.lasts))
 
     def _completed(self, kept: PyTree) -> State:
-        fresh = self.start(jax.tree.map(lambda x: x[0], kept["params"]))
-        return State(kept["params"], completed(kept["opt_state"], fresh.opt_state), kept.get("source", fresh.source))
+        return state_lib.resumed(kept, self.start(jax.tree.map(lambda x: x[0], kept["params"])))
 
     def _handed_over(self, kept: PyTree) -> PyTree:
         """Return `kept`, in fresh members that of the source."""

@@ -130,6 +130,20 @@ class Workers:
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
+    def shared(self, tree: PyTree) -> PyTree:
+        """Return the sharding of each array of one model that all workers hold; the devices of each divide it as they divide state."""
+        return jax.tree_util.tree_map_with_path(lambda path, x: self._sharding(self._inner_spec(path, x.shape)), tree)
+
+    def scattered(self, tree: PyTree) -> PyTree:
+        """Return a sharding for each array [n, …] of any number n of workers: all devices divide a later axis, if their number allows."""
+
+        def sharding(x):
+            if self.mesh is None or (axis := stored_axis(x.shape[1:], self.mesh.size)) is None:
+                return self.replicated
+            return self._sharding(jax.sharding.PartitionSpec(*[None] * (1 + axis), self.mesh.axis_names))
+
+        return jax.tree.map(sharding, tree)
+
     def _inner_spec(self, path, shape) -> jax.sharding.PartitionSpec:
         """Return how the devices of a stage divide an array of one stage."""
         spec: list[str | None] = [None] * len(shape)
@@ -227,12 +241,17 @@ class Workers:
 
         is_traced = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(tree))
         if not is_traced:  # Traced values are the same in all processes and on no device yet.
-            if jax.process_count() > 1:
+            # Those of arrays on devices of several processes are the same as well.
+            if jax.process_count() > 1 and all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(tree)):
                 bare, with_keys = _without_keys(tree)
                 tree = with_keys(multihost_utils.broadcast_one_to_all(bare))
-            # Arrays that were put on other devices move to those of the workers.
-            tree = jax.tree.map(lambda x: jax.device_put(x, self.replicated) if getattr(x, "committed", False) else x, tree)
+            tree = jax.tree.map(self._moved, tree)
         return jax.jit(copy, out_shardings=self.shardings(jax.eval_shape(copy, tree)))(tree)
+
+    def _moved(self, x: PyTree) -> PyTree:
+        """Move an array that was put on other devices to those of the workers."""
+        elsewhere = getattr(x, "committed", False) and x.sharding.device_set != self.replicated.device_set
+        return jax.device_put(x, self.replicated) if elsewhere else x
 
     def shard(self, tree: PyTree) -> PyTree:
         """Lay out stacked arrays, [N, …], over the workers and the devices of each."""
@@ -291,7 +310,11 @@ class Workers:
         A collective: all processes must call it.
         """
         bare, with_keys = _without_keys(tree)
-        return with_keys(jax.tree.map(np.asarray, self._replicate(bare)))
+        return with_keys(jax.tree.map(self.as_numpy, bare))
+
+    def as_numpy(self, x: jax.Array) -> np.ndarray:
+        """Return an array on any of the devices as a NumPy array, whole in every process. A collective."""
+        return np.asarray(x if getattr(x, "is_fully_addressable", True) else self._replicate(x))
 
     def fetch_first(self, x: jax.Array) -> np.ndarray:
         """Fetch an array that is the same on all stages of a worker, without its stage axis: [N, ...]."""

@@ -56,12 +56,8 @@ class Members(Generic[AnyTrainer]):
         return state
 
     def init(self, params: PyTree) -> State:
-        """Return the initial state for the parameters of one model, as NumPy arrays [N, …]; zeros where `enter` sets it later."""
-        return self.trainer.workers.fetch(self.trainer.start(params))
-
-    def place(self, state: State) -> State:
-        """Return this process's part of a state of NumPy arrays [N, …], on its devices."""
-        return self.trainer.workers.place(state)
+        """Return the initial state of all workers for the parameters of one model; zeros where `enter` sets it later."""
+        return self.trainer.start(params)
 
     def enter(self, state: State | None, step: int, counters: Counters, left_out: Callable[[], None]) -> tuple[State, int]:
         """Begin with the current group. A collective.

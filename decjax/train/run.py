@@ -373,7 +373,7 @@ class Run:
         result = self.trainer.evaluate(self.state)
         row = self._evaluation_row(result, self.counters["time_s"])
         self._write(functools.partial(self._record, "eval", row))
-        model = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), self.trainer.average(self.state))
+        model = jax.tree.map(self.trainer.workers.as_numpy, self.trainer.average(self.state))
         summary = summary_lib.summarize(self.spec, result, self._derived_metrics(result), model[0], self.counters)
         summary |= self.trainer.data.facts()
         samples: list[str] = []

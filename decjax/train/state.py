@@ -74,15 +74,14 @@ def kept(state: State, source_lasts: bool) -> dict[str, PyTree]:
     return parts | {"source": state.source} if source_lasts else parts
 
 
-def resize(state: dict[str, PyTree], fresh: State, num_workers: int, weight_N: np.ndarray | None = None) -> State:
-    """Return the state of N' workers from that of N replicas, on the host.
+def resize(state: dict[str, PyTree], num_workers: int, weight_N: np.ndarray | None = None) -> dict[str, PyTree]:
+    """Return the parts of a state that N' workers keep, from those of N replicas; leaves are [N', …] and [N, …].
 
     With fewer workers, new worker j gets the average of the replicas i with ⌊i N'/N⌋ = j; with more, a copy of replica ⌊j N/N'⌋.
     Integers (step counters) are copied.
 
     Args:
-        state: the parts that `kept` returns, with NumPy leaves [N, …]; those of the result are [N', …].
-        fresh: an initial state for N' workers, from which all other parts are taken.
+        state: the parts that `kept` returns.
         num_workers: N'.
         weight_N: weights y_i of the replicas, whose average is Σ_i y_i x_i / Σ_i y_i. Averages of parameters are then weighted, and
             all new parameters are shifted by the same amount, so that their unweighted mean is that average; None: y_i = 1.
@@ -93,19 +92,30 @@ def resize(state: dict[str, PyTree], fresh: State, num_workers: int, weight_N: n
         if num_workers >= n:
             return x[np.arange(num_workers) * n // num_workers]
         members = [np.flatnonzero(np.arange(n) * num_workers // n == j) for j in range(num_workers)]
-        if not np.issubdtype(x.dtype, np.floating):
-            return np.stack([x[replicas[0]] for replicas in members])
-        # In float64 the mean of equal float32 values is that value, so equal replicas stay equal.
-        weights = np.ones(n) if weights is None else np.asarray(weights, np.float64)
-        return np.stack([np.average(x[replicas], axis=0, weights=weights[replicas]) for replicas in members]).astype(x.dtype)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.stack([x[replicas[0]] for replicas in members])
+        weights = np.ones(n) if weights is None else np.asarray(weights)
+        return jnp.stack([_average(x[replicas], weights[replicas]) for replicas in members]).astype(x.dtype)
 
     def spread_weighted(x):
         new = spread(x, weight_N)
-        if not np.issubdtype(x.dtype, np.floating):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
             return new
-        return (new + (np.average(x, axis=0, weights=weight_N) - new.mean(axis=0, dtype=np.float64))).astype(x.dtype)
+        return (new + (_average(x, weight_N) - _average(new))).astype(x.dtype)
 
     spread_all = {name: jax.tree.map(spread, part) for name, part in state.items()}
     if weight_N is not None:
         spread_all["params"] = jax.tree.map(spread_weighted, state["params"])
-    return State(spread_all["params"], completed(spread_all["opt_state"], fresh.opt_state), spread_all.get("source", fresh.source))
+    return spread_all
+
+
+def _average(x: jax.Array, weights: np.ndarray | None = None) -> jax.Array:
+    """Return the weighted mean over the first axis, in float32 at least; that of equal values is the value, bit for bit."""
+    wide = jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32))
+    mean = jnp.average(wide, axis=0, weights=weights)
+    return mean + jnp.average(wide - mean, axis=0, weights=weights)  # The second term is what rounding has lost.
+
+
+def resumed(kept: dict[str, PyTree], fresh: State) -> State:
+    """Return the whole state, from the parts that `kept` returns and a freshly initialized state for all others."""
+    return State(kept["params"], completed(kept["opt_state"], fresh.opt_state), kept.get("source", fresh.source))

@@ -167,7 +167,7 @@ class Trainer:
         return jax.jit(join, out_shardings=self.workers.whole.shardings(jax.eval_shape(join, self.abstract.params)))
 
     def average(self, state: State) -> tuple[PyTree, PyTree]:
-        """Return the averaged model as (parameters, variables), in float32 at least, on every device."""
+        """Return the averaged model as (parameters, variables), in float32 at least, as `Workers.shared` lays it out."""
         return self._average(state)
 
     @functools.cached_property
@@ -180,7 +180,7 @@ class Trainer:
             )
             return params, state_lib.mean_over_workers(source.variables(state.source))
 
-        return jax.jit(average, out_shardings=self.workers.replicated)
+        return jax.jit(average, out_shardings=self.workers.shared(jax.eval_shape(average, self.abstract)))
 
     def consensus_distance(self, state: State) -> float:
         """Return the consensus distance of the replicas, Ξ = sqrt( (1/N) Σ_i ‖x_i − x̄‖² )."""

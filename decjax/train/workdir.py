@@ -6,6 +6,7 @@ A work directory belongs to one config: `config.json` is written first, and comp
 from collections.abc import Callable, Iterator
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import pathlib
@@ -257,23 +258,32 @@ def replicas(origin: Origin, members: Members) -> tuple[int, PyTree, str]:
     """Return (step, this process's part of a state made from another run's replicas, a message about them)."""
     n, num_workers, trainer = origin.num_workers, members.spec.workers, members.trainer
     step, (state, weight_N), damage = origin.checkpoints.newest(lambda step: _read(origin, step, trainer))
-    # Mixers start from one model on all workers, here the average of the replicas.
-    params = trainer.setup.source.gathered(state["params"])
-    average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params, weight_N), params)
+
+    def averaged(params):  # Mixers start from one model on all workers, here the average of the replicas.
+        params = trainer.setup.source.gathered(params)
+        return jax.tree.map(lambda mean, x: mean.astype(x.dtype), state_lib.mean_over_workers(params, weight_N), params)
+
+    resized = functools.partial(state_lib.resize, num_workers=num_workers, weight_N=weight_N)
+    layouts = trainer.workers.shared, trainer.workers.shardings
+    average, kept = (
+        jax.jit(fn, out_shardings=layout(jax.eval_shape(fn, given)))(given)
+        for fn, layout, given in zip((averaged, resized), layouts, (state["params"], state), strict=True)
+    )
     note = (
         f"{damage}starting from step {step} of {origin.folder}; {n} replicas became {num_workers}, "
         "mixer and reducer state are reset"
     )
-    return step, members.place(state_lib.resize(state, members.init(average), num_workers, weight_N)), note
+    return step, members.local(state_lib.resumed(kept, members.init(average))), note
 
 
 def _read(origin: Origin, step: int, trainer: Trainer) -> tuple[PyTree, np.ndarray | None]:
-    """Read (the part of another run's replicas to continue from, their weights [N] or None) as NumPy arrays."""
+    """Read (the part of another run's replicas to continue from, their weights [N] or None); all devices divide its arrays."""
     n, workers = origin.num_workers, trainer.workers
 
     def read(like):
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=workers.replicated), like)
-        return jax.tree.map(np.asarray, origin.checkpoints.restore(step, like, partial=True)[0])
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), like)
+        like = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), like, workers.scattered(like))
+        return origin.checkpoints.restore(step, like, partial=True)[0]
 
     state = read(state_lib.kept(trainer.abstract, trainer.setup.source.lasts))
     if not origin.has_weights:
@@ -281,7 +291,7 @@ def _read(origin: Origin, step: int, trainer: Trainer) -> tuple[PyTree, np.ndarr
     # y_i of the replicas, equal on all stages of a worker.
     weight = jax.ShapeDtypeStruct((n, workers.stages)[: workers.num_axes], np.float32)
     weight = read({"opt_state": {"mixer": {"weight": weight}}})["opt_state"]["mixer"]["weight"]
-    return state, weight.reshape(n, -1)[:, 0]
+    return state, np.asarray(weight).reshape(n, -1)[:, 0]
 
 
 def advice(folder: pathlib.Path, trainer: Trainer) -> str:
