@@ -181,6 +181,7 @@ RULES = (
         ),
         lambda spec: f"use a batch_size of a multiple of {spec.workers * spec.fsdp * spec.pipeline.microbatches}",
     ),
+    _no_effect("across_hosts", lambda spec: spec.fsdp == 1, lambda spec: "fsdp=1"),
     Rule(
         "tensor_codec",
         lambda spec: spec.tensor == 1,

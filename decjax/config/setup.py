@@ -84,6 +84,7 @@ class Setup:
                 spec.workers,
                 local_size=spec.local_size,
                 devices_per_worker=spec.fsdp,
+                across_hosts=spec.across_hosts,
                 stages=spec.pipeline.stages,
                 tensor=spec.tensor,
                 simulate=spec.simulate,

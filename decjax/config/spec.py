@@ -188,6 +188,7 @@ class RunSpec:
         simulate: simulate all workers on one device.
         batch_size: examples per step, over all workers.
         fsdp: L, devices of a worker, which divide its parameters, state and batch; ignored by simulated workers.
+        across_hosts: allow the devices of a worker to be on more hosts or slices than necessary.
         tensor: devices of a tensor-parallel group.
         tensor_codec: codec of the sums of a tensor-parallel group; empty: uncompressed. See `decjax.contrib.tensor_sums`.
         clip_norm: largest norm of each worker's gradient; 0: no clipping.
@@ -221,6 +222,7 @@ class RunSpec:
     simulate: bool = False
     batch_size: Annotated[int, Range(0, 2**26)]
     fsdp: Annotated[int, Range(1, 2**16)] = 1
+    across_hosts: Annotated[bool, ShorthandKey("")] = False
     tensor: Annotated[int, Range(1, 2**12)] = 1
     tensor_codec: str = ""
     clip_norm: NonNegative = 0.0

@@ -350,6 +350,7 @@ def make_workers(
     *,
     local_size: Count = 1,
     devices_per_worker: Count = 1,
+    across_hosts: bool = False,
     stages: Count = 1,
     tensor: Count = 1,
     simulate: bool = False,
@@ -363,6 +364,7 @@ def make_workers(
         local_size: L, workers that share a node; divides N.
         devices_per_worker: L, devices that divide a worker's arrays and batch (`fsdp`), next to each other in a fast network: a host,
             or a TPU slice. Simulated workers ignore it.
+        across_hosts: allow the devices of a worker to be in more fast networks than necessary, and so to gather parameters slowly.
         stages: S, pipeline stages of a worker; instead of L, S·T devices hold a worker.
         tensor: T, devices that divide the arrays of a stage.
         simulate: whether to run all workers and stages on one device by `vmap`.
@@ -372,7 +374,7 @@ def make_workers(
 
     Raises:
         ValueError: if `local_size` does not divide N, if there are too few devices, if a worker's devices would be in more fast networks
-            than necessary, or for simulated workers if there are several processes or T > 1.
+            than necessary without `across_hosts`, or for simulated workers if there are several processes or T > 1.
     """
     if simulate:
         _refuse(_not_simulated(tensor))
@@ -385,7 +387,8 @@ def make_workers(
     if devices_per_worker > 1:
         shape, axes = (*shape, devices_per_worker), (*axes, FSDP)
         devices, ordered = devices[:needed] if ordered else _by_network(devices, devices_per_worker)[:needed], True
-        _refuse(_not_together(devices, devices_per_worker))
+        if not across_hosts:
+            _refuse(_not_together(devices, devices_per_worker))
     types = (jax.sharding.AxisType.Auto,) * len(axes)
     if ordered:
         mesh = jax.sharding.Mesh(np.array(devices[:needed]).reshape(shape), axes, axis_types=types)
@@ -459,7 +462,8 @@ def _not_together(devices: Sequence[Device], size: int) -> Iterator[str]:
         if spanned > fewest:
             yield (
                 f"{size} devices per worker (fsdp): those of worker {worker} would be on {spanned} hosts or slices, and {fewest} of "
-                f"{largest} devices can hold them; use a number that divides {largest}, or order the devices by host"
+                f"{largest} devices can hold them; use a number that divides {largest}, order the devices by host, or set "
+                "across_hosts to gather parameters over the slow network"
             )
 
 

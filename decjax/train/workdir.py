@@ -30,7 +30,7 @@ from decjax.train.trainer import Trainer
 from decjax.typing import PyTree
 
 # Fields that may differ between a run and its continuation; they change training at most by rounding.
-FREE_KEYS = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes", "engine", "fsdp")
+FREE_KEYS = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes", "engine", "fsdp", "across_hosts")
 MOST_DIFFERING = 6  # fields of two configs that an error lists
 ATTEMPTS, PAUSE_S = 40, 0.05  # of locking a directory, which another process of the same launch may be preparing
 LAYOUT = ("stages", "chunks", "layers", "autoencoder")  # fields of a pipeline that determine the layout of the parameters
