@@ -1,6 +1,6 @@
-"""Data-parallel training with Flax NNX and optax: each device averages parameters with another one in every step.
+"""Data-parallel training with Flax NNX and optax: each of four nodes averages parameters with another one in every step.
 
-JAX_NUM_CPU_DEVICES=4 python -m examples.flax_after
+JAX_NUM_CPU_DEVICES=8 python -m examples.flax_after
 """
 
 import time
@@ -38,14 +38,13 @@ def main(argv):
         jax.distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
     images, labels = datasets.load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
-    rng = np.random.default_rng(jax.process_index())
 
-    def next_batch(size):
-        index = rng.integers(1500, size=size)  # the last 297 images are for validation
+    def examples(step, part, size):
+        index = np.random.default_rng((step, part)).integers(1500, size=size)  # the last 297 images are for validation
         return images[index], labels[index]
 
     graph, params = nnx.split(Net(WIDTH.value, nnx.Rngs(0)))
-    workers = decjax.make_workers(jax.device_count())
+    workers = decjax.make_workers(4, devices_per_worker=jax.device_count() // 4)
     mixer = decjax.gossip.exact(decjax.topology.make("one_peer_exponential", workers.num_workers))
     tx = decjax.decentralize(optax.adamw(1e-3), mixer)
 
@@ -58,15 +57,15 @@ def main(argv):
         updates, state = tx.update(grads, state, params, phase=phase)
         return optax.apply_updates(params, updates), state, loss
 
+    train_step = decjax.make_step(train_step, workers, mixer)
     params = workers.stack(params)
     state = workers.jit(tx.init, (0,))(params)
-    take_step = decjax.make_step(train_step, workers, mixer)
     start = time.perf_counter()
     for step in range(1, STEPS.value + 1):
-        batch = workers.build(lambda worker: next_batch(BATCH_SIZE.value))
-        params, state, loss_N = take_step(step, params, state, batch)
+        batch = workers.build(lambda worker: examples(step, worker, BATCH_SIZE.value * workers.fsdp))
+        params, state, loss = train_step(step, params, state, batch)
         if step % 50 == 0:
-            mean_loss, ms = workers.fetch(loss_N).mean(), 1000 * (time.perf_counter() - start) / 50
+            mean_loss, ms = float(loss.mean()), 1000 * (time.perf_counter() - start) / 50
             if jax.process_index() == 0:
                 print(f"step {step}  loss {mean_loss:.4f}  {ms:.1f} ms per step", flush=True)
             start = time.perf_counter()

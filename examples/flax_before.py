@@ -1,6 +1,6 @@
 """Data-parallel training with Flax NNX and optax: all devices average their gradients in every step.
 
-JAX_NUM_CPU_DEVICES=4 python -m examples.flax_before
+JAX_NUM_CPU_DEVICES=8 python -m examples.flax_before
 """
 
 import time
@@ -37,10 +37,9 @@ def main(argv):
         jax.distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
     images, labels = datasets.load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
-    rng = np.random.default_rng(jax.process_index())
 
-    def next_batch(size):
-        index = rng.integers(1500, size=size)  # the last 297 images are for validation
+    def examples(step, part, size):
+        index = np.random.default_rng((step, part)).integers(1500, size=size)  # the last 297 images are for validation
         return images[index], labels[index]
 
     graph, params = nnx.split(Net(WIDTH.value, nnx.Rngs(0)))
@@ -52,21 +51,21 @@ def main(argv):
         x, y = batch
         return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graph, params)(x), y).mean()
 
-    @jax.jit
     def train_step(params, state, batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
+    train_step = jax.jit(train_step)
     params = jax.device_put(params, replicated)
     state = jax.jit(tx.init, out_shardings=replicated)(params)
     start = time.perf_counter()
     for step in range(1, STEPS.value + 1):
-        local_batch = next_batch(BATCH_SIZE.value * jax.local_device_count())
+        local_batch = examples(step, jax.process_index(), BATCH_SIZE.value * jax.local_device_count())
         batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), local_batch)
         params, state, loss = jax.block_until_ready(train_step(params, state, batch))
         if step % 50 == 0:
-            mean_loss, ms = float(loss), 1000 * (time.perf_counter() - start) / 50
+            mean_loss, ms = float(loss.mean()), 1000 * (time.perf_counter() - start) / 50
             if jax.process_index() == 0:
                 print(f"step {step}  loss {mean_loss:.4f}  {ms:.1f} ms per step", flush=True)
             start = time.perf_counter()

@@ -47,3 +47,5 @@ def test_the_page_shows_the_difference():
     difference = "".join(f"{line.rstrip()}\n" for line in lines)
     (shown,) = re.findall(r"```diff\n(.*?)```", (commands.ROOT / "docs/tutorials/gpu_nodes.md").read_text(), re.DOTALL)
     assert shown == difference, f"put this into the page:\n{difference}"
+    code = [line[1:] for line in shown.splitlines()[2:] if line[:1] == "+" and "-m examples" not in line and '"""' not in line]
+    assert len(list(filter(str.strip, code))) <= 12
