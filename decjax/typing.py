@@ -18,6 +18,9 @@ class Device(Protocol):
     def platform(self) -> str: ...
 
     @property
+    def device_kind(self) -> str: ...
+
+    @property
     def process_index(self) -> int: ...
 
 

@@ -17,7 +17,7 @@ ROOMY = 100  # columns of a terminal with room for the consensus distance
 
 
 class Progress(train.Tracker):
-    """Prints step, loss, items/s, consensus distance and time left; evaluations are on lines above the live line.
+    """Prints step, loss, items/s, MFU, consensus distance and time left; evaluations are on lines above the live line.
 
     Without a terminal it prints at most one line per `PERIOD_S` with the newest values; `metrics.jsonl` has all of them.
 
@@ -65,6 +65,7 @@ class Progress(train.Tracker):
         consensus = [f"consensus {values['consensus_distance']:.2e}"] if self._roomy else []
         if kind == "train":
             loss, rate = f"loss {values['loss']:.3f}", f"{values[f'{self._items}_per_s']:,.0f} {self._items}/s"
+            rate += f"  MFU {100 * values['mfu']:.1f} %" if "mfu" in values else ""
             self._line.update(self._task, numbers="  ".join((loss, rate, *consensus)))
             text = "  ".join((f"step {step}/{self._steps}", loss + self._unit, rate, *consensus, *self._left(step)))
         else:

@@ -28,7 +28,7 @@ from decjax.typing import Device
 from launch import command, elastic, join, memory, processes, progress, train_flags
 
 with command.defining_config():
-    _CONFIG, _WORKDIR, _RESUME_FROM, _PLACEMENT, _TRACKER = train_flags.define()
+    _CONFIG, _WORKDIR, _RESUME_FROM, _PLACEMENT, _TRACKER, _PROFILE, _PEAK_FLOPS = train_flags.define()
 flags.mark_flags_as_required(["config", "workdir"])
 flags.adopt_module_key_flags(join)  # --help shows them.
 
@@ -44,10 +44,13 @@ def main(argv: list[str]) -> int:
         spec = parts.read(config)
         if _TRACKER.value:
             metrics.wandb()  # Fail early if wandb is missing.
+        if steps := _PROFILE.value:
+            problem = f"--profile={steps.start}:{steps.stop} does not end within the {spec.steps} steps of the run"
+            command.check((steps.stop <= spec.steps, problem, f"use at most {spec.steps} as the end"))
         place = placed(spec)
         with translating_out_of_memory():
             trainer, members = elastic_trainer(config) if join.is_elastic() else (static_trainer(config, spec, place), None)
-            run = train.Run(trainer, workdir, resume_from, members)
+            run = train.Run(trainer, workdir, resume_from, members, _PEAK_FLOPS.value)
             outcome = run.train(trackers())
     if run.first:
         report(outcome, run.trainer.setup.task)
@@ -105,15 +108,20 @@ def placed(spec: parts.RunSpec) -> DevicesOf:
     return devices
 
 
-def trackers() -> list:
-    """Return the trackers in addition to the run directory: `--tracker` and the terminal, which is last because it has a live display."""
+def trackers() -> list[Callable[[train.Run], metrics.Tracker]]:
+    """Return the trackers in addition to the run directory: those of flags and the terminal, which is last: it has a live display."""
 
     def on_wandb(run: train.Run) -> metrics.WandB:
         tracker = metrics.WandB(run.workdir, run.start, run.spec.document)
         print(f"Weights & Biases: {tracker.place}")
         return tracker
 
-    return [*([on_wandb] if _TRACKER.value else []), progress.of_run]
+    of_flags: list[Callable[[train.Run], metrics.Tracker]] = [on_wandb] if _TRACKER.value else []
+    if steps := _PROFILE.value:
+        of_flags.append(
+            lambda run: metrics.Profile(run.workdir / "profile", steps, run.start, lambda: jax.block_until_ready(run.state))
+        )
+    return [*of_flags, progress.of_run]
 
 
 def report(outcome: train.Outcome, task: tasks.Task) -> None:

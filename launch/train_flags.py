@@ -1,8 +1,10 @@
 """The flags of launch.train, and how launchers parse and check them before they start processes."""
 
 from collections.abc import Sequence
+import functools
 import json
 import pathlib
+import re
 from typing import NamedTuple
 
 from absl import flags
@@ -27,6 +29,23 @@ class Holders(NamedTuple):
     resume_from: flags.FlagHolder[str | None]
     placement: flags.FlagHolder[str | None]
     tracker: flags.FlagHolder[str | None]
+    profile: flags.FlagHolder[range | None]
+    peak_flops: flags.FlagHolder[float | None]
+
+
+class Steps(flags.ArgumentParser):
+    """The parser of a flag whose value is a range of steps, START:STOP."""
+
+    def parse(self, argument: str | range) -> range:
+        if isinstance(argument, range):
+            return argument
+        steps = range(*map(int, argument.split(":"))) if re.fullmatch(r"\d{1,9}:\d{1,9}", argument) else range(0)
+        if not steps:
+            raise ValueError("it must be START:STOP, two whole numbers, the first one less")
+        return steps
+
+    def flag_type(self) -> str:
+        return "START:STOP"
 
 
 def define(values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = None) -> Holders:
@@ -37,10 +56,8 @@ def define(values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = 
         argv: the command line, in which each --config.FIELD becomes a flag too; None: that of this process.
     """
 
-    def text(name: str, help_text: str) -> flags.FlagHolder[str | None]:
-        return flags.DEFINE_string(name, None, help_text, flag_values=values)
-
-    holders = Holders(
+    text = functools.partial(flags.DEFINE_string, default=None, flag_values=values)
+    return Holders(
         config_flags.DEFINE_config_file(
             "config",
             None,
@@ -48,10 +65,11 @@ def define(values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = 
             flag_values=values,
             sys_argv=None if argv is None else list(argv),
         ),
-        text("workdir", "Directory of the run: config, metrics, checkpoints, summary."),
-        text("resume_from", "Start from the newest checkpoint of another run, with any number of workers."),
+        text("workdir", help="Directory of the run: config, metrics, checkpoints, summary."),
+        text("resume_from", help="Start from the newest checkpoint of another run, with any number of workers."),
         text(
-            "placement", "Placement of stages and workers on devices: a file written by launch.place; default: JAX's device order."
+            "placement",
+            help="Placement of stages and workers on devices: a file written by launch.place; default: JAX's device order.",
         ),
         flags.DEFINE_enum(
             "tracker",
@@ -60,8 +78,21 @@ def define(values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = 
             "Further destination of metrics: wandb, after `pip install wandb`; WANDB_MODE=offline keeps them on this machine.",
             flag_values=values,
         ),
+        flags.DEFINE(
+            Steps(),
+            "profile",
+            None,
+            "Trace steps START:STOP, from START to STOP - 1, with JAX's profiler into WORKDIR/profile.",
+            flag_values=values,
+        ),
+        flags.DEFINE_float(
+            "peak_flops",
+            None,
+            "Peak FLOP/s of a device, for the utilization (MFU) in the metrics; default: that of known GPUs and TPUs in bf16.",
+            lower_bound=1.0,
+            flag_values=values,
+        ),
     )
-    return holders
 
 
 def read(arguments: Sequence[str]) -> flags.FlagValues:

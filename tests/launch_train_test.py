@@ -268,7 +268,8 @@ def finished(place):
 
 def summary(workdir):
     """Return the final results except times."""
-    return {key: value for key, value in json.loads((workdir / "summary.json").read_text()).items() if key != "time_s"}
+    values = json.loads((workdir / "summary.json").read_text())
+    return {key: value for key, value in values.items() if key not in ("time_s", "goodput")}
 
 
 def evaluations(workdir):

@@ -51,6 +51,12 @@ def test_a_pipe_gets_a_line_in_ten_seconds_at_most(piped):
     assert evaluation == ("step 20 evaluated: averaged model 2.4000 nats/byte, workers 2.4100 to 2.4300, consensus 1.23e-02")
 
 
+def test_utilization_is_next_to_the_rate(piped):
+    shown, _, lines = piped
+    shown.log(1, "train", TRAIN | {"mfu": 0.4123})
+    assert lines() == ["step 1/1000  loss 2.346 nats/byte  12,346 tokens/s  MFU 41.2 %  consensus 1.23e-02"]
+
+
 def test_an_evaluation_that_no_row_follows_is_told_by_itself(piped):
     shown, now_s, lines = piped
     shown.log(1, "train", TRAIN)

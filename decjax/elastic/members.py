@@ -12,7 +12,7 @@ from decjax.train.members import LEFT, Counters, Members, NotFinite
 from decjax.train.state import State
 from decjax.typing import PyTree
 
-SHARED = ("time_s", "bytes_sent_per_worker", "first_step")  # counters that a member receives with a replica
+SHARED = ("time_s", "began_s", "steps_s", "bytes_sent_per_worker", "first_step")  # counters that a member receives with a replica
 
 
 class ElasticMembers(Members[ElasticTrainer]):

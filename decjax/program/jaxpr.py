@@ -11,6 +11,7 @@ is that of one worker. It is traced inside a mapped function, where axis names a
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 import contextlib
+import math
 from typing import NamedTuple
 
 import jax
@@ -93,6 +94,27 @@ def piece(traced: Traced, invars: Sequence[core.Var], equations: Sequence[core.J
             return eval_jaxpr(program, list(consts.values()), *jax.tree.leaves(args))
 
     return run
+
+
+def flops(program: core.Jaxpr) -> float:
+    """Return the floating-point operations of matrix products and convolutions: two for each product of two numbers.
+
+    The body of a loop of unknown length counts once, and of a conditional the most expensive branch.
+    """
+    return float(sum(map(_flops, program.eqns)))
+
+
+def _flops(eqn: core.JaxprEqn) -> float:
+    name, params = eqn.primitive.name, eqn.params
+    inner = [flops(program) for program in core.jaxprs_in_params(params)]
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        left, _ = map(shape, variables(eqn.invars))
+        return 2 * shape(eqn.outvars[0]).size * math.prod(left.shape[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        _, kernel = map(shape, variables(eqn.invars))
+        return 2 * shape(eqn.outvars[0]).size * kernel.size / kernel.shape[params["dimension_numbers"].rhs_spec[0]]
+    return max(inner, default=0.0) if name == "cond" else params.get("length", 1) * sum(inner)
 
 
 # -- Interpretation ---------------------------------------------------------------------------------------------------

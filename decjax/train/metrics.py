@@ -4,6 +4,7 @@ The library prints nothing: the terminal display is a tracker of `launch`.
 """
 
 import abc
+from collections.abc import Callable
 import contextlib
 import importlib
 import json
@@ -14,10 +15,11 @@ import types
 from typing import Any
 import uuid
 
+import jax
 from tensorboardX import event_file_writer, summary
 
 from decjax import files
-from decjax.errors import TrainingError
+from decjax.errors import TrainingError, translating_write_errors
 
 events = importlib.import_module("tensorboardX.proto.event_pb2")  # Type checkers see none of its generated classes.
 
@@ -75,6 +77,38 @@ class JsonLines(Tracker):
     def close(self):
         with contextlib.suppress(OSError):  # Every row has been flushed already.
             self._file.close()
+
+
+class Profile(Tracker):
+    """Writes a trace of some steps with JAX's profiler, which TensorBoard, XProf and Perfetto show.
+
+    Args:
+        folder: in which it writes.
+        steps: to be traced.
+        start: steps taken so far.
+        wait: waits until these steps are complete.
+    """
+
+    def __init__(self, folder: pathlib.Path, steps: range, start: int, wait: Callable[[], object]):
+        self._folder, self._steps, self._wait, self._is_tracing = folder, steps, wait, False
+        self.step(start)
+
+    def log(self, step, kind, values):
+        pass
+
+    def step(self, step):
+        if (step in self._steps) != self._is_tracing:
+            self._wait()
+            self._toggle()
+
+    def close(self):
+        if self._is_tracing:
+            self._toggle()
+
+    def _toggle(self) -> None:
+        with translating_write_errors("the profile", self._folder):
+            jax.profiler.stop_trace() if self._is_tracing else jax.profiler.start_trace(self._folder)
+        self._is_tracing = not self._is_tracing
 
 
 class TensorBoard(Tracker):

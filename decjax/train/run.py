@@ -17,7 +17,7 @@ import numpy as np
 
 from decjax import files, signals
 from decjax.errors import CheckpointError, TrainingError, ViewChanged, not_written, translating_write_errors
-from decjax.train import checkpoint, metrics
+from decjax.train import checkpoint, metrics, utilization
 from decjax.train import summary as summary_lib
 from decjax.train import workdir as workdir_lib
 from decjax.train.checkpoint import steps_saved
@@ -37,6 +37,7 @@ class Run:
         workdir: directory of the run, which is created if it does not exist.
         resume_from: directory of another run whose replicas a new run starts from, with any number of workers.
         members: the processes that train together; None: the trainer's workers.
+        peak_flops: of a device, for the metric `mfu`; None: that of known devices in bf16.
 
     Raises:
         CheckpointError: if the directory belongs to another run, is in use or cannot be written, or a checkpoint cannot be
@@ -50,6 +51,7 @@ class Run:
         workdir: str | os.PathLike,
         resume_from: str | os.PathLike | None = None,
         members: Members | None = None,
+        peak_flops: float | None = None,
     ):
         self.members = members or Members(trainer)
         self.spec, self.workdir = self.members.spec, pathlib.Path(workdir)
@@ -65,6 +67,8 @@ class Run:
         self._started_s = 0.0  # when training began, had it run without pauses; 0: it has not begun
         # `first_step` is the step from which this run's time and bytes are counted.
         self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0, "corpus": trainer.data.fingerprint}
+        self.counters |= {"began_s": time.time(), "steps_s": 0.0, "goodput": 0.0}  # `steps_s` is the time of steps alone.
+        self._peak_flops = peak_flops or utilization.peak_flops(jax.local_devices()[0])
         if trainer.workers.stages > 1 and not trainer.workers.simulated:
             self.counters["bytes_between_stages_per_worker"] = 0.0
         advise = functools.partial(workdir_lib.advice, trainer=trainer)
@@ -236,9 +240,16 @@ class Run:
             **values,
             "consensus_distance": distance,
             f"{task.item}_per_s": steps * self.trainer.spec.batch_size * task.items / duration_s,
+            **self._utilization(steps, duration_s),
             **{name: self.counters[name] for name in summary_lib.BYTES if name in self.counters},
             **self.members.facts(),
         }
+
+    def _utilization(self, steps: int, duration_s: float) -> dict[str, float]:
+        """Return {"mfu": …} of steps in a duration; {} if it is unknown."""
+        if not (self._peak_flops and duration_s) or self.spec.source:
+            return {}
+        return {"mfu": steps * self.trainer.model_flops / (duration_s * self._peak_flops)}
 
     def _training_row(self) -> dict[str, float] | None:
         """Return the row of the steps since the last row, or None if no worker has taken a step. Waits for the last step."""
@@ -250,6 +261,7 @@ class Run:
         if not len(local_N):
             return None
         now, (logged, logged_step) = time.monotonic(), self._logged
+        self.counters["steps_s"] += now - logged
         values = summary_lib.spread("loss", float(local_N.mean()), local_N)
         row = self._row(self._elapsed_s(), values, self.done - logged_step, now - logged)
         return row | {"learning_rate": float(np.asarray(self.trainer.setup.learning_rate(self.done - 1)))}
@@ -334,7 +346,8 @@ class Run:
                 result = self.trainer.evaluate(self.state, spec.eval.num_windows, spec.eval.local)
                 row = self._evaluation_row(result, self._elapsed_s())
                 self._write(functools.partial(self._record, "eval", row))
-            self.counters["time_s"] = self._elapsed_s()
+            self.counters["time_s"], steps_s = self._elapsed_s(), self.counters["steps_s"]
+            self.counters["goodput"] = steps_s / max(steps_s, time.time() - self.counters["began_s"])
             if saves:
                 self._write(functools.partial(self._save, self.members.rows(self.state, done, self.counters)))
             self._logged = time.monotonic(), done
@@ -375,6 +388,7 @@ class Run:
         self._write(functools.partial(self._record, "eval", row))
         model = jax.tree.map(self.trainer.workers.as_numpy, self.trainer.average(self.state))
         summary = summary_lib.summarize(self.spec, result, self._derived_metrics(result), model[0], self.counters)
+        summary |= self._utilization(self.done - self.counters["first_step"], self.counters["steps_s"])
         summary |= self.trainer.data.facts()
         samples: list[str] = []
         self._write(functools.partial(self._conclude, model, summary, samples))

@@ -67,6 +67,7 @@ def summarize(
         "num_params": sum(x.size for x in jax.tree.leaves(params)),
         "steps": spec.steps,
         "time_s": counters["time_s"],
+        "goodput": counters["goodput"],
         **{per_step: counters[name] / steps for name, (_, per_step) in BYTES.items() if name in counters},
         "protocol": _protocol(spec),
     }

@@ -16,7 +16,7 @@ import numpy as np
 from decjax import config, gossip, mesh, options, reduce, tasks
 from decjax.errors import TrainingError, config_errors
 from decjax.program import hlo
-from decjax.train import engine, evaluate
+from decjax.train import engine, evaluate, utilization
 from decjax.train import state as state_lib
 from decjax.train.state import State
 from decjax.train.step import Step
@@ -152,6 +152,11 @@ class Trainer:
         one = self.workers.one_device(self.abstract.params)
         bytes_P = [float(self.method.num_bytes(one, phase).mean()) for phase in self.method.phases]
         return self.workers.jit(self.method.usage, (0,)), bytes_P
+
+    @functools.cached_property
+    def model_flops(self) -> float:
+        """Floating-point operations that the model requires in a step, per device."""
+        return utilization.model_flops(self.setup)
 
     # -- Averages -----------------------------------------------------------------------------------------------------
 
