@@ -57,13 +57,13 @@ def main(argv):
         updates, state = tx.update(grads, state, params, phase=phase)
         return optax.apply_updates(params, updates), state, loss
 
-    train_step = decjax.make_step(train_step, workers, mixer)
+    take_step = decjax.make_step(train_step, workers, mixer)
     params = workers.stack(params)
     state = workers.jit(tx.init, (0,))(params)
     start = time.perf_counter()
     for step in range(1, STEPS.value + 1):
         batch = workers.build(lambda worker: examples(step, worker, BATCH_SIZE.value * workers.fsdp))
-        params, state, loss = train_step(step, params, state, batch)
+        params, state, loss = take_step(step, params, state, batch)
         if step % 50 == 0:
             mean_loss, ms = float(loss.mean()), 1000 * (time.perf_counter() - start) / 50
             if jax.process_index() == 0:

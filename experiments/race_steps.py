@@ -79,9 +79,8 @@ def main() -> None:
     jitter = FLAGS.jitter and race_rows.JITTER not in saved
     if missing or jitter:
         with cluster.network(hosts=HOSTS, rate=cluster.UNLIMITED) as network, Runner(network, FLAGS.peers) as runner:
-            if missing:
-                chosen = rows(task, FLAGS.row or TIMED) + (peers(task) if FLAGS.peers and FLAGS.task == "lm" else [])
-                runner.prepare_all(chosen)
+            chosen = rows(task, FLAGS.row or TIMED) + (peers(task) if FLAGS.peers and FLAGS.task == "lm" else [])
+            runner.prepare_all(chosen if missing else [])
             for rate in missing:
                 network.set_rate(rate)
                 saved[rate] = measure(runner, chosen, FLAGS.rounds)
