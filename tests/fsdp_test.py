@@ -221,6 +221,23 @@ def test_more_exchanges(N, L, method):
     check_exchange(N, L, method)
 
 
+def sent_in_loops(batch_size):
+    """What devices of a worker send in the loops over layers: (kind, bytes) of each collective."""
+    fields = {"model.width": 64, "model.hidden": 128, "model.context": 16}
+    config = lm.get_config(f"smoke,topology=ring,workers=2,fsdp=4,batch_size={batch_size}")
+    config.update_from_flattened_dict(fields)
+    trainer = trainer_of(config)
+    (executable,) = trainer.program(trainer.abstract, trainer.batch(0), 0).executables
+    module = hlo.Module(executable.as_text())
+    loops = [instruction for instruction in module.entry if instruction.opcode == "while"]
+    return kinds(hlo.collectives([inner for loop in loops for inner in module.below(loop)], 8))
+
+
+def test_devices_of_a_worker_gather_parameters_and_do_not_send_activations():
+    found = sent_in_loops(8)
+    assert {kind for kind, _ in found} >= {"all-gather", "all-reduce"} and found == sent_in_loops(16)
+
+
 # -- Layouts and refusals ---------------------------------------------------------------------------------------------
 
 

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from decjax.mesh.axis import Axis
-from decjax.mesh.tensor import EachDevice
+from decjax.mesh.tensor import FSDP, EachDevice
 from decjax.typing import PyTree
 
-FSDP = "fsdp"
 LEAST = 2**12  # values; smaller arrays are whole on each device of a worker, since gathering them takes only time
 PLACES = Axis(FSDP)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from decjax.mesh.axis import Axis
 from decjax.typing import PyTree
 
-TENSOR = "tensor"
+TENSOR, FSDP = "tensor", "fsdp"
 GROUP = Axis(TENSOR)
 """The axis of the devices of a tensor-parallel group, for functions that run inside `each_device` or `each_part`."""
 
@@ -22,12 +22,17 @@ def tensor_size() -> int:
 def divide(x: jax.Array, axis: int | None) -> jax.Array:
     """Lay `x` out within its tensor-parallel group: divided along `axis`, or, for None, whole on every device.
 
-    Values do not change. Without such a group this does nothing.
+    The devices that divide the state of a worker (`fsdp`) gather parameters here, of one or two dimensions, and divide the examples of
+    activations, which have more dimensions: otherwise the compiler divides activations as it finds the parameters. Values do not change.
     """
-    if tensor_size() == 1 or TENSOR in jax.sharding.get_abstract_mesh().manual_axes:
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {name: mesh.shape.get(name, 1) for name in (TENSOR, FSDP) if name not in mesh.manual_axes}
+    if max(sizes.values(), default=1) == 1:
         return x
     spec: list[str | None] = [None] * x.ndim
-    if axis is not None:
+    if x.ndim > 2 and x.shape[0] % sizes.get(FSDP, 1) == 0:
+        spec[0] = FSDP if sizes.get(FSDP, 1) > 1 else None
+    if axis is not None and sizes.get(TENSOR, 1) > 1:
         spec[axis] = TENSOR
     return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*spec))
 

@@ -125,8 +125,8 @@ class Parts:
     def logits(self, norm: PyTree, output_VxD: jax.Array, x_BxTxD: jax.Array) -> jax.Array:
         """Return logits_BxTxV, float32, from the output of the last layer."""
         rows = self._norm(norm)(x_BxTxD).reshape(-1, self.width)
-        logits_RxV = self.divide(rows @ self.divide(output_VxD, 0).astype(self.dtype).T, 1)
-        return logits_RxV.reshape(*x_BxTxD.shape[:-1], -1).astype(jnp.float32)
+        logits_RxV = rows @ self.divide(output_VxD.astype(self.dtype), 0).T
+        return self.divide(logits_RxV.reshape(*x_BxTxD.shape[:-1], -1), -1).astype(jnp.float32)
 
     @functools.cached_property
     def _norm(self) -> Callable[[PyTree], Callable[[jax.Array], jax.Array]]:

@@ -84,12 +84,12 @@ class RowLinear(nnx.Module):
         self.divide, self.product, self.axis, self.dtype = divide, product, axis, dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel_DxF = self.divide(self.kernel[...], self.axis).astype(self.dtype)
+        kernel_DxF = self.divide(self.kernel[...].astype(self.dtype), self.axis)
         rows = self.product(x.reshape(-1, x.shape[-1]).astype(self.dtype), kernel_DxF, self.axis)
         if self.axis == 0:
             rows = checkpoint_name(rows, SUM)
         if self.bias is not None:
-            rows += self.divide(self.bias[...], 0 if self.axis == 1 else None).astype(self.dtype)
+            rows += self.divide(self.bias[...].astype(self.dtype), 0 if self.axis == 1 else None)
         # With divided columns the result stays divided; with divided rows it is summed over the group.
         return self.divide(rows.reshape(*x.shape[:-1], -1), -1 if self.axis == 1 else None)
 
