@@ -8,6 +8,7 @@ import importlib.util
 import pytest
 
 from decjax.train import engine
+from experiments.bench import fsdp
 from experiments.bench import overlap as bench
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed; make test-all brings it")
@@ -83,3 +84,10 @@ def test_work_is_counted_in_full():
     assert least <= schedule.forward_flops <= most
     assert 2 * least <= schedule.backward_flops <= 2 * most
     assert schedule.in_flight == ()
+
+
+def test_gossip_of_workers_of_several_chips_overlaps_too():
+    row = fsdp.ROWS[0]
+    transfers, gossip = fsdp.transfers(*fsdp.compiled(row), row)
+    assert all(transfer.asynchronous and transfer.collective.kind == "collective-permute" for transfer in gossip)
+    assert fsdp.meanwhile(gossip) >= MOST and len(transfers) > len(gossip)

@@ -58,18 +58,19 @@ COMPILER_ONLY = dict(
 )
 
 
-def described(topology: str) -> Sequence[jax.Device]:
-    """Return the devices of a TPU topology such as "v5e:2x4", for which programs can be compiled but not run."""
+def described(topology: str, slices: int = 1) -> Sequence[jax.Device]:
+    """Return the devices of one or more TPU slices of a topology such as "v5e:2x4", for which programs can be compiled but not run."""
     if not importlib.util.find_spec("libtpu"):
         command.refuse("libtpu, the compiler for TPUs, is not installed", "pip install -r tests/requirements-aot.txt")
     for name, value in COMPILER_ONLY.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # Otherwise JAX would look for TPUs.
     try:
-        devices = topologies.get_topology_desc(topology, platform="tpu").devices
+        several = {"num_slices": slices} if slices > 1 else {}
+        devices = topologies.get_topology_desc(topology, platform="tpu", **several).devices
     except RuntimeError:
         command.refuse(f"topology {topology!r} is unknown to libtpu", f"use one such as {TOPOLOGY} or v6e:2x4")
-    if len({tuple(device.coords) for device in devices}) < len(devices):
+    if len({tuple(device.coords) for device in devices}) * slices < len(devices):
         command.refuse(f"topology {topology!r} has several devices on a chip", f"use one such as {TOPOLOGY} or v6e:2x4")
     return devices
 
