@@ -8,14 +8,15 @@ Four workers, one per emulated host. Time to target is the product of two measur
 
 1. *Loss against steps*, from simulated workers: the arithmetic of real ones, without a network. `--results` is the results log. Every
    row is tuned alike in shorter runs with a separate seed: three learning rates, further ones while the best is at an edge, then the
-   row's other options, then rates √2 below and above the best. The best setting is trained with each seed. A row that does not reach
-   the target is trained for 1.5 and then 2 times as many steps. Rows of PyTorch are tuned and trained in the same way, by
+   row's other options, then rates √2 below and above the best. The best setting is trained with each seed. A row of which a seed misses
+   the first target is trained for 1.5 and then 2 times as many steps. Rows of PyTorch are tuned and trained in the same way, by
    `experiments.race_peers` on four processes; `--peer_results` is its file.
 2. *Seconds per step*, from real processes on the emulated cluster, measured by `experiments.race_steps` at several bandwidths;
    `--step_times` is its file.
 
-The targets are losses of the first row, fp32 all-reduce: its final loss and its loss after half of the steps, of the worst seed, so
-that all of its seeds reach them. Without `--step_times` the command ends with losses and steps.
+The targets are a loss of the task and the final loss of the first row, fp32 all-reduce; for translation its final loss and its loss
+after half of the steps. Losses of the first row are those of its worst seed, so that all of its seeds reach them. Without
+`--step_times` the command ends with losses and steps.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -207,16 +208,19 @@ def tabulate_times(results: Mapping[str, Result], step_s: Mapping[str, float], t
             script.ms(step_s[name]),
             "diverged" if any(map(math.isnan, at_end)) else seeds.spread(at_end).text(3),
             _mean(ends[0][name].times_s, 0),
-            *(_mean(of[name].speedups, 2) if of[name].reached else "never" for of in ends),
+            *(_mean(of[name].speedups, 2) for of in ends),
             f"{result.setting}, {result.steps} steps",
         )
     return table
 
 
 def _mean(values: list[float], digits: int) -> str:
-    """Return the mean and the half of its interval; "never" if a value is infinite."""
-    if not values or not all(map(math.isfinite, values)):
+    """Return the mean and the half of its interval; if only some runs reach the target, how many, and "never" if none do."""
+    reached = [value for value in values if math.isfinite(value) and value]
+    if not reached:
         return "never"
+    if len(reached) < len(values):
+        return f"{len(reached)} of {len(values)} seeds"
     spread = seeds.spread(values)
     return f"{spread.mean:.{digits}f}" + (f" ± {spread.error:.{digits}f}" if spread.size > 1 else "")
 

@@ -78,6 +78,7 @@ class Task(NamedTuple):
         rates: learning rates that are tried first, by optimizer.
         rate: of the links, for the headline.
         unit: of the loss.
+        target: the loss that decides; nan: that of the first row at the end.
         fields: further fields of the config.
         score: entry of the summary for the score on test data; empty: none.
     """
@@ -90,6 +91,7 @@ class Task(NamedTuple):
     rates: Mapping[str, tuple[float, ...]]
     rate: str
     unit: str
+    target: float = math.nan
     fields: Mapping[str, Any] = {}
     score: str = ""
 
@@ -104,6 +106,7 @@ TASKS = {
         rates={ADAMW: (8e-3, 1.6e-2, 3.2e-2), MUON: (2e-2, 4e-2, 8e-2)},
         rate="20mbit",
         unit="nats/byte",
+        target=1.10,
         fields={"data.sample_bytes": 0},
     ),
     "translation": Task(
@@ -230,23 +233,29 @@ class Runs(abc.ABC):
                 measure(rate * factor, outer)
         return min(tried, key=lambda setting: tried[setting]), tried
 
-    def ends(self, name: str, setting: Setting, steps: int, target: float) -> bool:
-        """Return whether the first seed of a row reaches the target in so many steps, or diverges."""
-        first = self.curve(name, setting, 0, steps)
-        return first is None or steps_to(first.losses, target) < math.inf
+    def reaches(self, name: str, setting: Setting, steps: int, target: float) -> bool:
+        """Return whether all runs of a row that do not diverge reach the target in so many steps; the first that misses it is the last."""
+        curves = (self.curve(name, setting, seed, steps) for seed in range(self.seeds))
+        return all(curve is None or steps_to(curve.losses, target) < math.inf for curve in curves)
 
     def targets(self, first: Result) -> tuple[float, float]:
-        """Return the losses that the first row has at the end and after half of its steps, the largest over its seeds."""
+        """Return the task's target and the first row's final loss; without a target, its losses at the end and after half of its steps.
+
+        Losses of the first row are the largest over its seeds.
+        """
         if not first.ended:
             raise trials.Broken(f"all runs of {FP32} diverged, so there is no target; use smaller learning rates")
-        return max(curve.last for curve in first.ended), max(loss_at(curve.losses, self.steps / 2) for curve in first.ended)
+        final = max(curve.last for curve in first.ended)
+        if self.smoke or math.isnan(self.task.target):
+            return final, max(loss_at(curve.losses, self.steps / 2) for curve in first.ended)
+        return self.task.target, final
 
     def result(self, name: str, target: float = math.inf) -> Result:
-        """Tune a row and train it with its seeds, for the fewest steps with which its first seed reaches the target."""
+        """Tune a row and train it with its seeds, for the fewest steps with which all of them reach the target."""
         setting, tried = self.tune(name)
         lengths = LENGTHS[:1] if self.smoke or name == FP32 else LENGTHS
         steps = next(
-            (steps for steps in (round(length * self.steps) for length in lengths) if self.ends(name, setting, steps, target)),
+            (steps for steps in (round(length * self.steps) for length in lengths) if self.reaches(name, setting, steps, target)),
             round(lengths[-1] * self.steps),
         )
         curves = [self.curve(name, setting, seed, steps) for seed in range(self.seeds)]
