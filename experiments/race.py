@@ -179,6 +179,11 @@ def bytes_per_s(rate: str) -> float:
     return network.bits_per_s(rate) / 8
 
 
+def readable(rate: str) -> str:
+    """Return a rate such as "20mbit" as "20 Mbit/s"."""
+    return f"{bytes_per_s(rate) * 8e-6:g} Mbit/s"
+
+
 def finishes(results: Mapping[str, Result], step_s: Mapping[str, float], target: float) -> dict[str, Finish]:
     """Return when each row with a step time reaches a target."""
     times_s = {
@@ -275,7 +280,7 @@ def tabulate_crossovers(results: Mapping[str, Result], times: StepTimes, names: 
     rates = times.rates
     ends = {rate: finishes(results, times.at(rate), target) for rate in rates}
     megabits = [bytes_per_s(rate) * 8e-6 for rate in rates]
-    table = script.table("", "", f"faster at {rates[0]}", f"faster at {rates[-1]}", "equal at, Mbit/s", "interval", left=4)
+    table = script.table("", "", f"faster at {readable(rates[0])}", f"faster at {readable(rates[-1])}", "equal at, Mbit/s", "interval", left=4)
     for one, other in itertools.combinations(names, 2):
         spreads = [[seeds.spread(ends[rate][name].times_s) for rate in rates] for name in (one, other)]
         ratios = [first.mean / second.mean for first, second in zip(*spreads, strict=True)]
@@ -332,7 +337,7 @@ def draw(path: str, unit: str, results: Mapping[str, Result], times: StepTimes, 
             x_s = [step_s[name] * step for step, _ in curve.losses]
             axes[0].plot(x_s, [loss for _, loss in curve.losses], linewidth=1.7, label=name, **_style(name))
         axes[0].axhline(target, color="0.5", linewidth=0.8, linestyle=":")
-        axes[0].set(xscale="log", xlabel=f"seconds of training at {rate}", ylabel=f"validation loss, {unit}")
+        axes[0].set(xscale="log", xlabel=f"seconds of training at {readable(rate)}", ylabel=f"validation loss, {unit}")
         axes[0].set_ylim(top=min(axes[0].get_ylim()[1], 2.5 * target))
         axes[0].legend(frameon=False, fontsize=8)
         for axis, ends, suffix in zip(axes[1:], panels, ("", ", with compute jitter")):
