@@ -8,13 +8,27 @@ listed with the reason.
 """
 
 from collections.abc import Callable, Mapping
+import contextlib
 import functools
 import pathlib
 from typing import NamedTuple
 
 from absl import flags
 
-from experiments import fault_runs, goodput, heterogeneity, outer, paper, paper_runtime, quality, script, sweep
+from experiments import (
+    fault_runs,
+    goodput,
+    heterogeneity,
+    outer,
+    paper,
+    paper_runtime,
+    quality,
+    race,
+    race_rows,
+    script,
+    sweep,
+    trials,
+)
 from experiments.results_log import ResultsLog
 from experiments.studies import CHECKSUMS, STUDIES, Study
 
@@ -71,6 +85,21 @@ def of_goodput() -> Figure:
     return Figure(lambda path: goodput.draw(path, faulty), {"goodput": table})
 
 
+def of_race(task: str) -> Figure:
+    """Return the figure of a task of experiments.race, with the rows whose runs are all recorded."""
+    runs = race.Race(race_rows.TASKS[task], out=RUNS, log=recorded(f"race/{task}"))
+    results = {race_rows.FP32: runs.result(race_rows.FP32)}
+    targets = runs.targets(results[race_rows.FP32])
+    for name in race_rows.ROWS:
+        with contextlib.suppress(trials.NoData):
+            results[name] = runs.result(name, targets[0])
+    path = RECORDED / "race" / f"{task}_peers.json"
+    results |= race.peer_results(str(path) if path.exists() else None)
+    times = race.StepTimes.read(str(RECORDED / "race" / f"{task}_steps.json"))
+    table, draw = race.figures(runs, results, times)[f"race_{task}"]
+    return Figure(draw, {f"race_{task}": table, f"race_{task}_tuning": race.tabulate(runs.task, results, targets)})
+
+
 def of_paper_runtime() -> Figure:
     """Return the figure of experiments.paper_runtime, whose table is for a terminal."""
     return Figure(lambda path: paper_runtime.plot(path, paper_runtime.fitted(list(paper_runtime.CLUSTERS))))
@@ -82,6 +111,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "outer": of_outer,
     "goodput": of_goodput,
     "paper_runtime": of_paper_runtime,
+    "race_lm": functools.partial(of_race, "lm"),
 }
 COMPUTED = ("stability", "paper_runtime")  # without results, most of the time
 # Other figures of the pages, and why they are not drawn here.

@@ -280,7 +280,9 @@ def tabulate_crossovers(results: Mapping[str, Result], times: StepTimes, names: 
     rates = times.rates
     ends = {rate: finishes(results, times.at(rate), target) for rate in rates}
     megabits = [bytes_per_s(rate) * 8e-6 for rate in rates]
-    table = script.table("", "", f"faster at {readable(rates[0])}", f"faster at {readable(rates[-1])}", "equal at, Mbit/s", "interval", left=4)
+    table = script.table(
+        "", "", f"faster at {readable(rates[0])}", f"faster at {readable(rates[-1])}", "equal at, Mbit/s", "interval", left=4
+    )
     for one, other in itertools.combinations(names, 2):
         spreads = [[seeds.spread(ends[rate][name].times_s) for rate in rates] for name in (one, other)]
         ratios = [first.mean / second.mean for first, second in zip(*spreads, strict=True)]
@@ -386,7 +388,7 @@ def main() -> None:
     times, peers = StepTimes.read(FLAGS.step_times) if FLAGS.step_times else None, peer_results(FLAGS.peer_results)
     race = Race(task, 1 if FLAGS.smoke else FLAGS.seeds, FLAGS.smoke, out=out, log=log, data=FLAGS.multi30k or "")
     results = race.results(FLAGS.row or (SMOKE_ROWS if FLAGS.smoke else ROWS)) | peers
-    script.show(tabulate(task, results, race.targets(results[FP32])))
+    script.report(f"race_{FLAGS.task}_tuning", tabulate(task, results, race.targets(results[FP32])))
     for name, (table, draw) in (figures(race, results, times) if times else {}).items():
         script.show(table)
         script.publish(name, table, draw)
