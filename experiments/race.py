@@ -331,9 +331,8 @@ def draw(path: str, unit: str, results: Mapping[str, Result], times: StepTimes, 
     panels = [finishes(results, step_s, target)]
     if jitter_s := times.with_jitter():
         panels.append(finishes(results, jitter_s, target))
-    with script.panels(
-        path, 1 + len(panels), (5.5 * (1 + len(panels)), 4.8), "lower is better (left); longer is better (right)"
-    ) as axes:
+    caption = "lower is better (lines); longer is better (bars)"
+    with script.panels(path, 1 + len(panels), (6.0, 4.0 * (1 + len(panels))), caption, stacked=True) as axes:
         for name in leaders(panels[0]):
             curve = results[name].ended[0]
             x_s = [step_s[name] * step for step, _ in curve.losses]
@@ -341,7 +340,7 @@ def draw(path: str, unit: str, results: Mapping[str, Result], times: StepTimes, 
         axes[0].axhline(target, color="0.5", linewidth=0.8, linestyle=":")
         axes[0].set(xscale="log", xlabel=f"seconds of training at {readable(rate)}", ylabel=f"validation loss, {unit}")
         axes[0].set_ylim(top=min(axes[0].get_ylim()[1], 2.5 * target))
-        axes[0].legend(frameon=False, fontsize=8)
+        axes[0].legend(frameon=False)
         for axis, ends, suffix in zip(axes[1:], panels, ("", ", with compute jitter")):
             _bars(axis, ends)
             axis.set(xlabel=f"speed-up over {FP32} to {target:.3f} {unit}{suffix}")
@@ -359,7 +358,7 @@ def _bars(axis: Any, ends: Mapping[str, Finish]) -> None:
         height=0.7,
         error_kw=dict(linewidth=1, ecolor="0.3"),
     )
-    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.axvline(1.0, color="0.3", linewidth=0.8)
 

@@ -323,8 +323,10 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 
 
 @contextlib.contextmanager
-def panels(path: str, count: int, size: tuple[float, float], caption: str = "", dpi: int = 150) -> Iterator[Any]:
-    """Context manager with the `count` axes of a figure in a row; at the end the figure is written to `path`.
+def panels(
+    path: str, count: int, size: tuple[float, float], caption: str = "", dpi: int = 150, stacked: bool = False
+) -> Iterator[Any]:
+    """Context manager with the `count` axes of a figure in a row, or below each other; at the end the figure is written to `path`.
 
     A figure with a caption has light grids and no frames.
     """
@@ -333,8 +335,8 @@ def panels(path: str, count: int, size: tuple[float, float], caption: str = "", 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
-    yield axes[0]
+    figure, axes = plt.subplots(*(count, 1) if stacked else (1, count), figsize=size, layout="constrained", squeeze=False)
+    yield axes.ravel()
     for axis in figure.axes if caption else ():
         axis.grid(alpha=0.25, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
