@@ -119,7 +119,7 @@ MISTAKES = {
     "unknown key": ([], "smoke,colour=3", "a", "'colour'", "topology"),
     "bad number": ([], "smoke,workers=many", "a", "'many'", "whole number"),
     "unknown word": ([], "smoke,optimizer=adamant", "a", "'adamant'", "accum_adamw"),
-    "unknown field": (["--config.colour=red"], "smoke,workers=2", "a", "config.colour is unknown", "the config has batch_size"),
+    "unknown field": (["--config.colour=red"], "smoke,workers=2", "a", "config.colour is unknown", "the config has across_hosts"),
     "no workdir": ([], "smoke,workers=2", None, "--workdir", "--help"),
     "empty workdir": (["--workdir="], "smoke,workers=2", None, "--workdir is empty", "such as runs/lm"),
     "empty resume_from": (["--resume_from="], "smoke,workers=2", "a", "--resume_from is empty", "leave it out"),

@@ -141,4 +141,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_multi_string("row", [], f"Row, of {'; '.join(row.name for row in (*ROWS, LARGE))}; none: all but the last.")
+    script.selects("row")
     script.run(main, errors=(train.TrainingError, ValueError))
