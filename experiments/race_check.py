@@ -61,7 +61,8 @@ def main() -> None:
     runs = race.Race(task, out=out / "check", log=log, data=FLAGS.multi30k or "")
     names = FLAGS.row or CHECKED
     results = runs.results(names)
-    checked: dict[str, Any] = files.read_json(path) if path.exists() else {}
+    checked: dict[str, Any] = race.measured(str(path), "experiments.race_check") if path.exists() else {}
+    saved = race.measured(str(times), "experiments.race_steps")
     with cluster.network(hosts=HOSTS, rate=task.rate) as network:
         for name in names:
             if name not in checked:
@@ -69,7 +70,6 @@ def main() -> None:
                 done(name, network.run("launch.train", run.arguments))
                 checked[name] = read(run)
                 script.save(str(path), **checked)
-    saved = files.read_json(times)
     saved[task.rate] |= {name: {"step_s": [checked[name]["step_s"]]} for name in race_steps.LEFT_OUT if name in checked}
     script.save(str(times), **saved)
     step_s = race.StepTimes.read(str(times)).at(task.rate)

@@ -1,8 +1,8 @@
 """Workers of L devices each, which divide parameters, optimizer state and batch (fully sharded data parallelism, FSDP).
 
-The devices of a worker are in one node. They compute, encode and send in parallel: a worker of L devices is L times as fast as one
-device, and so is its link inside the node. Its message leaves in L shards, which share the NIC as one message does. Within the worker,
-a step adds
+The devices of a worker are in one node. They compute, encode and send in parallel: a worker of L devices has L times the speed of one
+device, and L times the bandwidth inside the node. Its message leaves in L shards, which share the NIC as one message does. Within the
+worker, a step adds
 
     forward pass     all-gather of the parameters
     backward pass    all-gather of the parameters, reduce-scatter of the gradients
@@ -53,9 +53,8 @@ def divided(workload: Workload, cluster: Cluster) -> Workload:
         cluster: with the devices of a worker.
     """
     L, link = cluster.devices_per_worker, cluster.intra
-    per_byte_s = (
-        (L - 1) / link.bandwidth_Bps / cluster.all_reduce_efficiency
-    )  # the link of a worker has L times a device's bandwidth
+    # The link of a worker has L times a device's bandwidth.
+    per_byte_s = (L - 1) / link.bandwidth_Bps / cluster.all_reduce_efficiency
     move_s = [(L - 1) * link.latency_s + num_bytes * per_byte_s for num_bytes in workload.num_bytes]
     return dataclasses.replace(
         workload,

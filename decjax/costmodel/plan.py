@@ -26,7 +26,7 @@ TOPOLOGIES = (
     "torus",
 )
 PAYS = 1.05  # least speed-up for which a change of algorithm is said to pay; smaller ones are within the model's error
-MORE_STEPS = "1.1 to 1.5"  # times all-reduce's, to its final loss: docs/results/race.md
+MORE_STEPS = "1.1 to 1.5"  # times all-reduce's, to its final loss, in short runs of 4 workers; docs/results/race.md has longer ones
 TIE = 1.03  # methods within this factor of the fastest count as equally fast
 BANDWIDTHS_Bps = (1e5, 1e12)  # interval in which a threshold is searched
 STEPS, REPLICAS = 80, 4  # of each simulation of `regions`

@@ -30,8 +30,9 @@ def divide(x: jax.Array, axis: int | None) -> jax.Array:
     if max(sizes.values(), default=1) == 1:
         return x
     spec: list[str | None] = [None] * x.ndim
-    if x.ndim > 2 and x.shape[0] % sizes.get(FSDP, 1) == 0:
-        spec[0] = FSDP if sizes.get(FSDP, 1) > 1 else None
+    count = sizes.get(FSDP, 1)
+    if count > 1 and x.ndim > 2 and x.shape[0] % count == 0:
+        spec[0] = FSDP
     if axis is not None and sizes.get(TENSOR, 1) > 1:
         spec[axis] = TENSOR
     return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*spec))
