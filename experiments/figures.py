@@ -18,6 +18,7 @@ from absl import flags
 from experiments import (
     fault_runs,
     goodput,
+    gpu,
     heterogeneity,
     outer,
     paper,
@@ -41,7 +42,7 @@ class Figure(NamedTuple):
     """A figure of the pages."""
 
     draw: Callable[[str], None]  # to a path
-    tables: Mapping[str, script.Table] = {}  # of the same results, by name
+    tables: Mapping[str, script.Table | str] = {}  # of the same results, by name
 
 
 def recorded(name: str) -> ResultsLog:
@@ -105,6 +106,12 @@ def of_paper_runtime() -> Figure:
     return Figure(lambda path: paper_runtime.plot(path, paper_runtime.fitted(list(paper_runtime.CLUSTERS))))
 
 
+def of_gpu() -> Figure:
+    """Return the figure of experiments.gpu."""
+    results = gpu.read(RECORDED / "gpu.jsonl")
+    return Figure(lambda path: gpu.draw(path, results), gpu.blocks(results))
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     **{part: functools.partial(of_paper, part) for part in paper.PARTS},
     **{name: functools.partial(of_heterogeneity, name, parts) for parts, name in heterogeneity.KINDS},
@@ -112,6 +119,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "goodput": of_goodput,
     "paper_runtime": of_paper_runtime,
     "race_lm": functools.partial(of_race, "lm"),
+    **({"gpu": of_gpu} if gpu.curves(gpu.read(RECORDED / "gpu.jsonl")) else {}),
 }
 COMPUTED = ("stability", "paper_runtime")  # without results, most of the time
 # Other figures of the pages, and why they are not drawn here.

@@ -267,11 +267,12 @@ def check_tables(*names: str) -> None:
         )
 
 
-def fill(name: str, table: Table) -> None:
-    """Write a table between `<!-- table NAME -->` and `<!-- end -->` in the pages of --pages that have these lines."""
+def fill(name: str, table: Table | str) -> None:
+    """Write a table, or Markdown, between `<!-- table NAME -->` and `<!-- end -->` in the pages of --pages that have these lines."""
+    text = table if isinstance(table, str) else markdown(table)
     for page in sorted(pathlib.Path(pages).rglob("*.md")) if (pages := _given("pages")) else ():
         before = page.read_text()
-        after = _place(name).sub(lambda match: f"{match[1]}{markdown(table)}\n{match[2]}", before)
+        after = _place(name).sub(lambda match: f"{match[1]}{text}\n{match[2]}", before)
         if after != before:
             files.write_whole(page, after)
 

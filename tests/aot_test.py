@@ -48,7 +48,7 @@ def test_so_do_narrow_messages_and_on_other_chips(argument, topology):
 
 def test_left_alone_the_compiler_lets_messages_wait_for_the_backward_pass(monkeypatch):
     """Otherwise `engine` adds compiler options that this test does not need."""
-    monkeypatch.setattr(engine, "_early_exchange", lambda platform, program: {})
+    monkeypatch.setattr(engine, "early_exchange", lambda platform, program: {})
     late = [transfer for transfer in next(schedules(GOSSIP)).in_flight if transfer.started == 1]
     assert late and all(transfer.hidden == 0 for transfer in late)
 

@@ -112,7 +112,7 @@ def whole_step(step: Step, phase: int | None) -> Jitted:
     return step.workers.jit(functools.partial(step.train_step, phase=phase), (0, 0, None), donate_argnums=(0,))
 
 
-def _early_exchange(platform: str | None, routes: list[tuple[str, str]]) -> dict[str, bool | int]:
+def early_exchange(platform: str | None, routes: list[tuple[str, str]]) -> dict[str, bool | int]:
     """Return compiler options for an exchange that does not need the gradient: start it as early and end it as late as possible.
 
     By default the compilers of GPUs and TPUs assume fast links and start late, and they allow only one message in flight (GPU) or
@@ -134,7 +134,7 @@ def _early_exchange(platform: str | None, routes: list[tuple[str, str]]) -> dict
 def _fused(step, phase, state, batch, number):
     lowered = whole_step(step, phase).lower(state, batch, number)
     executable = lowered.compile(
-        _early_exchange(step.workers.platform, hlo.routes(lowered.as_text())) if step.method.exchange else {}
+        early_exchange(step.workers.platform, hlo.routes(lowered.as_text())) if step.method.exchange else {}
     )
     return executable, (executable,)
 

@@ -25,11 +25,7 @@ from experiments.bench.timing import Peer, on_core, rotated, seconds
 from experiments.script import Check
 from launch import command
 
-_SIDE = flags.DEFINE_integer("side", 2048, "The array is a matrix of side × side float32, a multiple of 64.")
-_ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed rounds.")
-_CODECS = flags.DEFINE_list("codecs", None, "Rows of the table; none: all.")
-_ACCELERATOR = flags.DEFINE_bool("accelerator", False, "On JAX's default device, without peers, instead of a core.")
-_PEERS = flags.DEFINE_string("peers", None, "An interpreter that has torch, such as .venv-peers/bin/python.")
+FLAGS = flags.FLAGS
 
 VARIANTS = {f"{name} stochastic": f"{name}(rounding=stochastic)" for name in ("int8", "int4")}
 ROWS = (*(name for name in codecs.names() if name != "integers"), *VARIANTS)
@@ -72,7 +68,7 @@ def checks(medians: dict[tuple[str, str], float]) -> list[Check]:
 
 
 def measure(x: jax.Array, rows: dict[str, Row], peer: Peer | None, rounds: int) -> dict[tuple[str, str], float]:
-    """Return speeds relative to a copy (medians over rounds), by (row, one of PARTS); of `TOP_K` "encode" only."""
+    """Return speeds relative to a copy (medians over rounds), by (row, one of PARTS); of `TOP_K` "encode" only, with `BLOCK_TOP_K`."""
     names, copy = list(rows), jax.jit(jnp.copy)
     top_k = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x).ravel(), math.ceil(0.01 * x.size)))
     ratios = {(name, part): [] for name in (*names, TOP_K) for part in PARTS}
@@ -90,7 +86,8 @@ def measure(x: jax.Array, rows: dict[str, Row], peer: Peer | None, rounds: int) 
             ratios[name, "both"].append(copy_s / (encode_s + decode_s))
             if peer_s:
                 ratios[name, "peer"].append(copy_s / sum(peer_s))
-        ratios[TOP_K, "encode"].append(seconds(copy, x)[0] / seconds(top_k, x)[0])
+        if BLOCK_TOP_K in rows:
+            ratios[TOP_K, "encode"].append(seconds(copy, x)[0] / seconds(top_k, x)[0])
     return {at: statistics.median(found[1:]) for at, found in ratios.items() if found}
 
 
@@ -108,25 +105,30 @@ def tabulate(title: str, rows: dict[str, Row], medians: dict[tuple[str, str], fl
 
 
 def main() -> None:
-    if _SIDE.value < 64 or _SIDE.value % 64:
-        command.refuse(f"--side={_SIDE.value} must be a positive multiple of 64", "use one such as 2048")
-    names = _CODECS.value or ROWS
+    if FLAGS.side < 64 or FLAGS.side % 64:
+        command.refuse(f"--side={FLAGS.side} must be a positive multiple of 64", "use one such as 2048")
+    names = FLAGS.codecs or ROWS
     script.check_names("codecs", names, ROWS)
-    if _ACCELERATOR.value and _PEERS.value:
+    if FLAGS.accelerator and FLAGS.peers:
         command.refuse("--peers with --accelerator: PyTorch is timed on a core", "leave one of them out")
-    if not _ACCELERATOR.value:
+    if not FLAGS.accelerator:
         on_core()
         jax.config.update("jax_platforms", "cpu")
-    x = jax.random.normal(jax.random.key(1), (_SIDE.value, _SIDE.value))
-    peer = Peer(_PEERS.value, "experiments.bench.codecs_torch", str(x.size)) if _PEERS.value else None
+    x = jax.random.normal(jax.random.key(1), (FLAGS.side, FLAGS.side))
+    peer = Peer(FLAGS.peers, "experiments.bench.codecs_torch", str(x.size)) if FLAGS.peers else None
     rows = {name: Row(name, x) for name in names}
-    medians = measure(x, rows, peer, _ROUNDS.value)
-    where = jax.devices()[0].device_kind if _ACCELERATOR.value else "one core"
+    medians = measure(x, rows, peer, FLAGS.rounds)
+    where = jax.devices()[0].device_kind if FLAGS.accelerator else "one core"
     title = f"speed of codecs on {where}, as a ratio to a copy of {x.size / 1e6:.1f}M float32"
     script.show(tabulate(title, rows, medians, peer is not None))
-    if not _ACCELERATOR.value:
+    if not FLAGS.accelerator:
         script.show(script.tabulate(checks(medians)))
 
 
 if __name__ == "__main__":
+    flags.DEFINE_integer("side", 2048, "The array is a matrix of side × side float32, a multiple of 64.")
+    flags.DEFINE_integer("rounds", 15, "Timed rounds.")
+    flags.DEFINE_list("codecs", None, "Rows of the table; none: all.")
+    flags.DEFINE_bool("accelerator", False, "On JAX's default device, without peers, instead of a core.")
+    flags.DEFINE_string("peers", None, "An interpreter that has torch, such as .venv-peers/bin/python.")
     script.run(main)
