@@ -30,6 +30,7 @@ IMPORTED = (
     "rich.console",
     "rich.table",
     "tests.all_parts",
+    "tests.garbage",  # last
 )
 # A process with several threads does not fork safely, and numpy would start one per core.
 SERVER = {"OPENBLAS_NUM_THREADS": "1"}

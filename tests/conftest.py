@@ -48,6 +48,8 @@ if _OWNER:
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests import garbage  # noqa: E402, F401
+
 jax.config.update("jax_num_cpu_devices", 8)
 if not AS_USERS:  # processes started by tests also compile without optimizations
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"

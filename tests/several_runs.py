@@ -21,6 +21,7 @@ from configs import digits, lm
 from decjax import config as parts
 from decjax import train
 from launch import command, join
+from tests import garbage  # noqa: F401
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NUM_DEVICES, STEPS = 4, 5

@@ -24,6 +24,8 @@ B = 4
 # Small variants of each: (task with its options, model with its options).
 TINY = {
     "decoder": dict(context=8, width=8, hidden=8, heads=1, depth=1),
+    "gpt2": dict(vocabulary=300, context=8, width=8, hidden=8, heads=1, depth=1),
+    "llama": dict(vocabulary=300, context=8, width=8, hidden=8, heads=2, kv_heads=1, depth=1),
     "resnet": dict(width=2),
     "mlp": dict(hidden=4),
     "dlrm": dict(width=4, hidden=8),

@@ -314,7 +314,9 @@ class Workers:
 
     def as_numpy(self, x: jax.Array) -> np.ndarray:
         """Return an array on any of the devices as a NumPy array, whole in every process. A collective."""
-        return np.asarray(x if getattr(x, "is_fully_addressable", True) else self._replicate(x))
+        # JAX on CPUs computes shards of empty arrays with the shape of the whole.
+        is_here = getattr(x, "is_fully_addressable", True) and np.size(x)
+        return np.asarray(x if is_here else self._replicate(x))
 
     def fetch_first(self, x: jax.Array) -> np.ndarray:
         """Fetch an array that is the same on all stages of a worker, without its stage axis: [N, ...]."""

@@ -97,7 +97,7 @@ def with_ranges(signature: inspect.Signature, **ranges: Any) -> inspect.Signatur
 
     def ranged(parameter: inspect.Parameter) -> inspect.Parameter:
         decays = re.fullmatch(r"(adam_)?b[12]|momentum", parameter.name)
-        known = Decay if decays else NonNegative if re.fullmatch(r"weight_decay|eps", parameter.name) else None
+        known = Decay if decays else NonNegative if re.fullmatch(r"weight_decay|eps(_root)?", parameter.name) else None
         allowed = ranges.get(parameter.name, known)
         if allowed is None or not isinstance(parameter.default, int | float | None):
             return parameter

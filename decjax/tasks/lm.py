@@ -119,4 +119,5 @@ class Lm(Task, name="lm"):
             return ""
         prompt = data.validation(1)[0, :PROMPT].tolist()
         tokens = [*prompt, *decoder.sample(self.model, params, prompt, self.sample_bytes, key)]
-        return (data.more.decode(tokens) if data.more else bytes(tokens)).decode("utf-8", errors="replace")
+        # A vocabulary may have tokens that are no bytes; 255 is in no UTF-8 text.
+        return (data.more.decode(tokens) if data.more else bytes(min(token, 255) for token in tokens)).decode(errors="replace")
