@@ -116,15 +116,17 @@ def trackers() -> list[Callable[[train.Run], metrics.Tracker]]:
         print(f"Weights & Biases: {tracker.place}")
         return tracker
 
-    def profile(steps: range, run: train.Run) -> metrics.Tracker:
-        if run.first and run.start >= steps.stop:
-            print(f"--profile={steps.start}:{steps.stop}: nothing is traced, since the run continues from step {run.start}")
-        return metrics.Profile(run.workdir / "profile", steps, run.start, lambda: jax.block_until_ready(run.state))
-
     of_flags: list[Callable[[train.Run], metrics.Tracker]] = [on_wandb] if _TRACKER.value else []
     if steps := _PROFILE.value:
         of_flags.append(functools.partial(profile, steps))
     return [*of_flags, progress.of_run]
+
+
+def profile(steps: range, run: train.Run) -> metrics.Tracker:
+    """Return the tracker that writes a trace of some steps of a run."""
+    if run.first and run.start >= steps.stop:
+        print(f"--profile={steps.start}:{steps.stop}: nothing is traced, since the run continues from step {run.start}")
+    return metrics.Profile(run.workdir / "profile", steps, run.start, lambda: jax.block_until_ready(run.state))
 
 
 def report(outcome: train.Outcome, task: tasks.Task) -> None:
