@@ -86,7 +86,7 @@ def test_a_continued_run_reports_mfu_and_goodput_and_writes_a_trace(tmp_path, mo
 
 def test_a_run_that_continues_after_the_steps_to_trace_says_so(tmp_path, capsys):
     run = types.SimpleNamespace(first=True, start=4, workdir=tmp_path)
-    launch_train.profile(range(0, 4), run).close()
+    launch_train.profile(range(4), run).close()
     assert capsys.readouterr().out == "--profile=0:4: nothing is traced, since the run continues from step 4\n"
     assert not (tmp_path / "profile").exists()
 
