@@ -250,7 +250,8 @@ def test_sign_descent_decays_weights_by_themselves_and_not_within_the_sign():
 
 def test_options_of_optax_have_the_ranges_that_are_known():
     """Decay rates, λ and ε get a range, and other numbers keep their annotation."""
-    options = {name: option.range for name, option in registry.part("optimizer", "adamw").options.items()}
-    assert str(options["b1"]) and str(options["weight_decay"]) == "at least 0" and options["eps_root"] is None
-    original = inspect.signature(optax.adamw).parameters["eps_root"].annotation
-    assert inspect.signature(registry.part("optimizer", "adamw").factory).parameters["eps_root"].annotation == original
+    options = {name: option.range for name, option in registry.part("optimizer", "rmsprop").options.items()}
+    assert str(options["momentum"]) == "at least 0 and less than 1" and str(options["eps"]) == "at least 0"
+    assert options["initial_scale"] is None
+    original = inspect.signature(optax.rmsprop).parameters["initial_scale"].annotation
+    assert inspect.signature(registry.part("optimizer", "rmsprop").factory).parameters["initial_scale"].annotation == original
