@@ -50,11 +50,13 @@ def measure_links(workers: mesh.Workers, sizes: Sequence[int], rounds: int = ROU
         )
     sizes = (min(sizes), max(sizes))
     times_s = _times(workers, sizes, rounds)
+    small_s, large_s = np.median(times_s, axis=1)
     for _ in range(ATTEMPTS - 1):  # On busy machines a few rounds may not be enough.
-        if not _not_longer(*np.median(times_s, axis=1)).size:
+        if not _not_longer(small_s, large_s).size:
             break
         times_s = np.concatenate([times_s, _times(workers, sizes, rounds)], axis=1)
-    return Links(*line(*np.median(times_s, axis=1), *sizes), flops=flops, source="measured with launch.calibrate")
+        small_s, large_s = np.median(times_s, axis=1)
+    return Links(*line(small_s, large_s, *sizes), flops=flops, source="measured with launch.calibrate")
 
 
 def _times(workers: mesh.Workers, sizes: Sequence[int], rounds: int) -> np.ndarray:
