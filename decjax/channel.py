@@ -5,7 +5,7 @@ A Channel is configuration only; `mesh.Axis` performs the sends along the topolo
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -34,12 +34,15 @@ class Channel:
         seed: PRNG seed, such as for stochastic rounding.
         alone: arrays whose path ends with one of these have a bucket each. Copies of an array in different trees, as a
             tied embedding in the first and in the last pipeline stage, are then encoded alike.
+        dtype: floating-point type in which mixer `exact` and reducer `mean` send values; None: that of the arrays. Mixing then adds
+            Σ_j w_ij (C(x_j) − C(x_i)) to x_i, with C the cast, so that the mean over workers is kept.
     """
 
     axis: mesh.Axis = mesh.MAPPED
     bucket_bytes: Natural = buckets.BUCKET_BYTES
     seed: int = 0
     alone: tuple[str, ...] = ()
+    dtype: Literal["bfloat16", "float16"] | None = None
 
     def check(self, tree: PyTree, num_workers: int | None = None) -> None:
         """Raise a ValueError if arrays of the tree cannot be averaged, or the axis has another number of workers than a topology."""
@@ -54,6 +57,10 @@ class Channel:
         """Return the buckets in which a tree travels; `how` are further arguments of `buckets.layout`."""
         how.setdefault("bucket_bytes", self.bucket_bytes)
         return buckets.layout(tree, **how)
+
+    def cast(self, tree: PyTree) -> PyTree:
+        """Return a tree as it travels uncompressed: its floating-point arrays in `dtype`."""
+        return jax.tree.map(lambda x: x.astype(self.dtype) if self.dtype and buckets.is_floating(x) else x, tree)
 
     def key(self, count: jax.Array, group_size: int = 1) -> jax.Array:
         """Return this worker's random key in step `count`, a function of (seed, worker, count); each `group_size` workers share one.

@@ -42,10 +42,12 @@ VECTORS = (
     "method=gossip_diloco,every=3,mixer=choco,codec=int4",
     "method=noloco,every=3",
     "method=tma(every=3,pace='3,2,1,2')",
+    "order=atc,optimizer=adamw,param_dtype=bfloat16",
 )
 MATRICES = (  # needs a network: some methods need matrices, or enough values for a code to pay
     "method=sparseloco,every=3",
     "method=diloco,every=3,reducer=codec,codec=int4",
+    "method=diloco,every=3,param_dtype=bfloat16",
     "method=zero_one_adam(doubling=2,refresh=1),reducer=codec(codec=int8,start=2)",
     "method=onebit_adam,reducer=codec(codec=int8,start=2)",
     "method=allreduce,optimizer=adamw,reducer=codec(codec=int8)",

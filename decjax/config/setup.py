@@ -209,7 +209,8 @@ def make_source(
 def _method(
     spec: RunSpec, axis: mesh.Axis, source: source_lib.Source, learning_rate: optax.Schedule, units: Sequence[tuple[str, int]]
 ) -> tuple[Method, topology_lib.Topology | None]:
-    channel = Channel(axis, spec.bucket_bytes, spec.seed, pipeline.tied_tables(source.division))
+    narrow = None if spec.param_dtype == "float32" else spec.param_dtype
+    channel = Channel(axis, spec.bucket_bytes, spec.seed, pipeline.tied_tables(source.division), narrow)
     peak = spec.schedule.options.get("learning_rate", 1.0)
     clip = optim.clip_by_global_norm(spec.clip_norm, source.norm) if spec.clip_norm else optax.identity()
     context: dict[str, Any] = dict(

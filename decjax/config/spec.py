@@ -191,6 +191,8 @@ class RunSpec:
         across_hosts: allow the devices of a worker to be on more hosts or slices than necessary.
         tensor: devices of a tensor-parallel group.
         tensor_codec: codec of the sums of a tensor-parallel group; empty: uncompressed. See `decjax.contrib.tensor_sums`.
+        param_dtype: dtype of the parameters with which the model computes, and of plain messages; with "bfloat16" they are the rounding of
+            a float32 master copy, which updates change; see `train.step`.
         clip_norm: largest norm of each worker's gradient; 0: no clipping.
         engine: how the exchange is dispatched; see `train.engine`.
         bucket_bytes: arrays are joined to messages of up to this size; 0: each array is sent by itself.
@@ -225,6 +227,7 @@ class RunSpec:
     across_hosts: Annotated[bool, ShorthandKey("")] = False
     tensor: Annotated[int, Range(1, 2**12)] = 1
     tensor_codec: str = ""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
     clip_norm: NonNegative = 0.0
     engine: Engine = "auto"
     bucket_bytes: Annotated[int, Range(0, 2**40)] = buckets.BUCKET_BYTES

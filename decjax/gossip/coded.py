@@ -190,7 +190,7 @@ class Exact(CodedGossip, name="exact"):
     requires = (requirements.DOUBLY_STOCHASTIC,)
 
     def layout(self, params: PyTree) -> buckets.Layout:
-        return super().layout(params) if self.codec else Gossip.layout(self, params)
+        return super().layout(params) if self.codec else Gossip.layout(self, jax.eval_shape(self.channel.cast, params))
 
     def init(self, params: PyTree) -> PyTree:
         return super().init(params) if self.codec else Gossip.init(self, params)
@@ -198,6 +198,8 @@ class Exact(CodedGossip, name="exact"):
     def exchange(self, params: PyTree, state: PyTree, phase: int) -> tuple[PyTree, PyTree]:
         if self.codec:
             return super().exchange(params, state, phase)
+        if self.channel.dtype:
+            return buckets.of_floating(jnp.add, params, self._pull(params, phase)), state
         layout = self.layout(params)
         vectors = layout.pack(params)
         for round_ in self.rounds_due(phase):
@@ -205,7 +207,9 @@ class Exact(CodedGossip, name="exact"):
         return layout.unpack(vectors, like=params), state
 
     def num_bytes(self, params: PyTree, phase: int) -> np.ndarray:
-        return super().num_bytes(params, phase) if self.codec else Gossip.num_bytes(self, params, phase)
+        if self.codec:
+            return super().num_bytes(params, phase)
+        return self.pull_bytes(params, phase) if self.channel.dtype else Gossip.num_bytes(self, params, phase)
 
     def restart(self, average: PyTree, state: PyTree) -> PyTree:
         return super().restart(average, state) if self.codec else state
@@ -218,7 +222,7 @@ class Exact(CodedGossip, name="exact"):
     @mesh.by_shard("tree")
     def _pull(self, params: PyTree, phase: int) -> PyTree:
         layout = self.layout(params)
-        vectors = layout.pack(params)
+        vectors = layout.pack(self.channel.cast(params))
         drawn = [jnp.zeros(x_P.shape, buckets.wide_dtype(x_P)) for x_P in vectors]
         for round_ in self.rounds_due(phase):
             now = [(x_P + d_P).astype(x_P.dtype) for x_P, d_P in zip(vectors, drawn)]

@@ -116,7 +116,7 @@ def step_actions(trainer: Trainer) -> dict[str, Action]:
     workers, key = trainer.workers, jax.random.key(trainer.spec.seed)
     state, batches = trainer.init(), [trainer.batch(step) for step in range(BATCHES)]
 
-    task, source = trainer.setup.task, trainer.setup.source
+    task, source = trainer.setup.task, trainer.step_parts
     forward = workers.jit(lambda params, variables, batch: task.loss(params, variables, batch, key)[0], (0, 0, 0))
     gradient = workers.jit(lambda params, variables, batch: source.gradient(params, variables, batch, key)[:2], (0, 0, 0))
     optimize = workers.jit(_silent_update(trainer), (0, 0), donate_argnums=(0,))

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import numpy as np
 from decjax.program import hlo
 from decjax.typing import DType, PyTree
 
-NODE, LOCAL, STAGE, WORKER = "node", "local", "stage", "worker"
+NODE, LOCAL, STAGE, WORKER, TENSOR = "node", "local", "stage", "worker", "tensor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,37 +145,50 @@ class Axis:
     def mean(self, x: jax.Array, wire_dtype: DType | None = None) -> jax.Array:
         """Return the mean of `x` over all workers, in its shape and dtype, with the same bits on each worker.
 
-        Values may travel in a narrower type. A ring would round their sum at every step, and the CPU backend would widen them; so they
-        are scattered by all-to-all, summed in the dtype of `x`, rounded once and gathered, which sends as many bytes as a ring.
+        Values of 16 bits are summed in float32, or in the dtype of `x` if it is wider. A ring would round their sum at every step, and
+        the CPU backend would widen them; so they are scattered by all-to-all, summed, rounded once and gathered, which sends as many
+        bytes as a ring. Arrays that a tensor-parallel group divides travel in float32 instead.
 
         Args:
-            x: this worker's array; a vector, if there is a `wire_dtype`.
+            x: this worker's array.
             wire_dtype: floating-point type in which values travel; None: that of `x`.
         """
-        if wire_dtype is None or jnp.dtype(wire_dtype) == x.dtype or self.size == 1:
-            return self.group_mean(x, self.size)
-
-        def values(bits):
-            return jax.lax.bitcast_convert_type(bits, wire_dtype).astype(x.dtype)
-
-        shares_NxS = jnp.pad(x, (0, -x.size % self.size)).reshape(self.size, -1)
-        own_S = values(self.all_to_all(_bits(shares_NxS.astype(wire_dtype)))).mean(axis=0)
-        return values(self.all_gather(_bits(own_S.astype(wire_dtype)))).ravel()[: x.size]
+        return self._mean(x, self.size, x.dtype if wire_dtype is None else jnp.dtype(wire_dtype))
 
     def group_mean(self, x: jax.Array, group_size: int) -> jax.Array:
-        """Return the mean of `x` over the `group_size` consecutive workers to which this one belongs."""
+        """Return the mean of `x`, as `mean` does, over the `group_size` consecutive workers to which this one belongs."""
+        return self._mean(x, group_size, x.dtype)
+
+    def _mean(self, x: jax.Array, group_size: int, wire: jnp.dtype) -> jax.Array:
         if group_size == 1:
             return x
-        if self._simulated:
+        if self._simulated and wire == x.dtype:
             return self._simulated_block_means(x, group_size)
+        if _is_narrow(wire) and x.ndim > 1 and _in_tensor_group():  # Which a vector of its values would be gathered in.
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            return self._mean(x.astype(wide), group_size, wide).astype(x.dtype)
         groups = self._blocks(group_size)
-        total = lambda x: self._sent(lambda x: jax.lax.psum(x, self.mapped, axis_index_groups=groups), lambda x: x, x)
-        return _mean_of(total, x, group_size)
+        if wire == x.dtype and not _is_narrow(wire):
+            return self._sent(lambda x: jax.lax.psum(x, self.mapped, axis_index_groups=groups), lambda x: x, x) / group_size
+        share = self._share_of_mean(jnp.pad(x.ravel(), (0, -x.size % group_size)), group_size, wire)
+        return self._gathered(share.astype(wire), groups).astype(x.dtype).ravel()[: x.size].reshape(x.shape)
+
+    def _share_of_mean(self, x_P: jax.Array, group_size: int, wire: jnp.dtype) -> jax.Array:
+        """Return this worker's share of the mean of vectors that travel as `wire`, in float32 or wider."""
+        groups = self._blocks(group_size)
+        scatter = lambda bits: jax.lax.all_to_all(bits, self.mapped, 0, 0, axis_index_groups=groups)
+        bits_LxS = self._sent(scatter, lambda bits: bits, _bits(x_P.astype(wire)).reshape(group_size, -1))
+        wide = jnp.promote_types(x_P.dtype, jnp.float32)
+        return jax.lax.bitcast_convert_type(bits_LxS, wire).astype(wide).mean(axis=0)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         """Return the arrays of all workers, stacked as [N, ...]; values of fewer than 32 bits travel as unsigned integers."""
-        n, sent = self.size, _bits(x) if x.dtype.itemsize < 4 else x
-        arrived = self._sent(lambda x: jax.lax.all_gather(x, self.mapped), lambda x: jnp.zeros((n, *x.shape), x.dtype), sent)
+        return self._gathered(x, None)
+
+    def _gathered(self, x: jax.Array, groups: list[list[int]] | None, tiled: bool = False) -> jax.Array:
+        count, sent = len(groups[0]) if groups else self.size, _bits(x) if x.dtype.itemsize < 4 else x
+        gather = lambda x: jax.lax.all_gather(x, self.mapped, axis_index_groups=groups, tiled=tiled)
+        arrived = self._sent(gather, lambda x: jnp.zeros((count, *x.shape), x.dtype), sent)
         return arrived if sent is x else jax.lax.bitcast_convert_type(arrived, x.dtype)
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
@@ -198,9 +210,10 @@ class Axis:
             return x_P
         if self._simulated:
             return self._simulated_block_means(x_P, group_size)
+        if _is_narrow(x_P.dtype):
+            return self._share_of_mean(x_P, group_size, x_P.dtype).astype(x_P.dtype)
         groups = self._blocks(group_size)
-        total = lambda x_P: jax.lax.psum_scatter(x_P, self.mapped, axis_index_groups=groups, tiled=True)
-        return _mean_of(total, x_P, group_size)
+        return jax.lax.psum_scatter(x_P, self.mapped, axis_index_groups=groups, tiled=True) / group_size
 
     def own_share(self, x_P: jax.Array, group_size: int) -> jax.Array:
         """Return the part of this worker's own vector at the place of its share in `scatter_mean`; sends nothing."""
@@ -214,7 +227,7 @@ class Axis:
         self._check_all_send("gather")
         if group_size == 1 or self._simulated:
             return share
-        return jax.lax.all_gather(share, self.mapped, axis_index_groups=self._blocks(group_size), tiled=True)
+        return self._gathered(share, self._blocks(group_size), tiled=True)
 
     def _blocks(self, group_size: int) -> list[list[int]] | None:
         return None if group_size == self.size else np.arange(self.size).reshape(-1, group_size).tolist()
@@ -253,8 +266,8 @@ STAGES = Axis(STAGE)
 
 def mean_bytes(size: int, dtype: DType, num_workers: int, wire_dtype: DType | None = None) -> float:
     """Return the bytes that each of N workers sends in an `Axis.mean` of `size` values: 2(N−1)/N times theirs in the type that travels."""
-    if wire_dtype is not None and num_workers > 1:
-        size, dtype = size + -size % num_workers, wire_dtype
+    if wire_dtype is not None or _is_narrow(dtype):
+        size, dtype = size + -size % num_workers, dtype if wire_dtype is None else wire_dtype
     return 2 * (num_workers - 1) / num_workers * size * jnp.dtype(dtype).itemsize
 
 
@@ -263,16 +276,14 @@ def between_cpu_processes() -> bool:
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
-def _mean_of(total: Callable[[jax.Array], jax.Array], x: jax.Array, count: int) -> jax.Array:
-    """Return the mean of `count` arrays, from the collective that adds them up, in the type that travels.
+def _in_tensor_group() -> bool:
+    """Return whether the compiler divides arrays between the devices of a tensor-parallel group here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return TENSOR not in mesh.manual_axes and mesh.shape.get(TENSOR, 1) > 1
 
-    A float16 sum could exceed 65504, so float16 values are divided first, by the next power of two. This is exact except for values below
-    6e-5 times that power, which are rounded to multiples of 6e-8 times it. Other types have the range of float32.
-    """
-    if x.dtype != jnp.float16:
-        return total(x) / count
-    power = 2.0 ** math.ceil(math.log2(count))
-    return (total(x / power).astype(jnp.float32) * (power / count)).astype(x.dtype)
+
+def _is_narrow(dtype: DType) -> bool:
+    return jnp.dtype(dtype).itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decjax.mesh.axis import Axis
+from decjax.mesh.axis import TENSOR, Axis
 from decjax.typing import PyTree
 
-TENSOR, FSDP = "tensor", "fsdp"
+FSDP = "fsdp"
 GROUP = Axis(TENSOR)
 """The axis of the devices of a tensor-parallel group, for functions that run inside `each_device` or `each_part`."""
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from decjax import registry
 from decjax.models import layers
 from decjax.models.decoder import Model
-from decjax.models.layers import Dtype
+from decjax.models.layers import Dtype, Remat
 from decjax.options import Count
 from decjax.typing import DType
 
@@ -41,7 +41,15 @@ def cell(width: int, dtype: DType, rngs: nnx.Rngs) -> nnx.OptimizedLSTMCell:
 
 
 @registry.register("model", "lstm", tasks=("lm",))
-def lstm(*, vocabulary: Count = 256, context: Count = 128, width: Count = 128, depth: Count = 2, dtype: Dtype = "float32") -> Model:
+def lstm(
+    *,
+    vocabulary: Count = 256,
+    context: Count = 128,
+    width: Count = 128,
+    depth: Count = 2,
+    dtype: Dtype = "float32",
+    remat: Remat = "none",
+) -> Model:
     """A recurrent language model of LSTM layers; predicts token t + 1 from tokens 0 … t.
 
     Parameters, loss and logits are float32. It has no parts, so it cannot be divided into stages or tensor-parallel groups.
@@ -52,6 +60,7 @@ def lstm(*, vocabulary: Count = 256, context: Count = 128, width: Count = 128, d
         width: D, of the memory and the output of a layer, and of token embeddings.
         depth: L, layers.
         dtype: the dtype in which weights are multiplied, "float32" or "bfloat16".
+        remat: what the backward pass of a layer recomputes: "none", all but weight matmuls ("dots"), or all ("full").
     """
     compute = jnp.dtype(dtype)
     bound = layers.bound(functools.partial(cell, width, compute))
@@ -63,7 +72,7 @@ def lstm(*, vocabulary: Count = 256, context: Count = 128, width: Count = 128, d
 
     def logits(params, tokens_BxT):
         x_TxBxD = jnp.take(params["embedding"]["embedding"], tokens_BxT.T, axis=0)
-        x_TxBxD, _ = jax.lax.scan(through_layer, x_TxBxD, params["layers"])
+        x_TxBxD, _ = jax.lax.scan(layers.rematerialized(through_layer, remat), x_TxBxD, params["layers"])
         rows = x_TxBxD.swapaxes(0, 1).reshape(-1, width).astype(compute) @ params["head"]["kernel"].astype(compute)
         return rows.reshape(*tokens_BxT.shape, vocabulary).astype(jnp.float32)
 

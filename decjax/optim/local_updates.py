@@ -96,7 +96,7 @@ class LocalUpdates(Reducing, Wrapping):
             return updates, state._replace(inner=inner)
         change = jax.tree.map(jnp.subtract, state.anchor, optax.apply_updates(params, updates))
         averaged, memory = self.communicator.reduce(change, state.reducer, due)
-        moves, outer = self.outer.update(averaged, state.outer, state.anchor)
+        moves, outer = self.outer.update(in_float32(lambda x: x, averaged), state.outer, state.anchor)
         anchor = optax.apply_updates(state.anchor, moves)
         return in_float32(jnp.subtract, anchor, params), LocalUpdatesState(inner, outer, anchor, memory)
 

@@ -151,7 +151,10 @@ def due_phase(reducer: Reducer, phase: int | None) -> int | None:
 
 
 class Mean(Reducer, name="mean"):
-    """All-reduce, the mean of all gradients: g_i <- (1/N) Σ_j g_j. A worker sends 2(N−1)/N of the gradient's bytes."""
+    """All-reduce, the mean of all gradients: g_i <- (1/N) Σ_j g_j. A worker sends 2(N−1)/N of the gradient's bytes.
+
+    Values of 16 bits are summed in float32, and the mean is rounded once.
+    """
 
     exact = True
     needs = "nothing"
@@ -165,11 +168,12 @@ class Mean(Reducer, name="mean"):
 
     def reduce(self, grads, state, phase=0):
         layout = self.channel.layout(grads)
-        means = [self.channel.axis.mean(x_P) for x_P in layout.pack(grads, flat=False)]
+        means = [self.channel.axis.mean(x_P, self.channel.dtype) for x_P in layout.pack(grads, flat=False)]
         return layout.unpack(means, like=grads), state
 
     def num_bytes(self, params, num_workers, phase=0):
-        return np.full(num_workers, 2 * (num_workers - 1) / num_workers * self.channel.layout(params).num_bytes)
+        sizes = [(bucket.size, bucket.dtype) for bucket in self.channel.layout(params).buckets]
+        return np.full(num_workers, sum(mesh.mean_bytes(*size, num_workers, self.channel.dtype) for size in sizes))
 
 
 @options.checked

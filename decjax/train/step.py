@@ -14,9 +14,30 @@ import jax
 import optax
 
 from decjax import mesh
+from decjax.buckets import is_floating
 from decjax.optim.method import Method
 from decjax.train.state import State
-from decjax.typing import PyTree
+from decjax.typing import DType, PyTree
+
+
+def at_rounded(gradient: Callable, dtype: DType) -> Callable:
+    """Return a `Source.gradient` that is taken at rounded parameters.
+
+    The parameters m that a run keeps are then the float32 master copy of those that the model computes with, x. In gossip with a
+    `Channel` of the same dtype, workers send x, and m follows what is mixed (order "awc"):
+
+        x_i = round(m_i)     m_i ← m_i + Σ_j w_ij (x_j − x_i) + u_i     u_i: the optimizer's update, from ∇F_i(x_i)
+
+    So m keeps updates that are smaller than the distance of two values of x, and the mean of m over workers changes by u only, since
+    the pull of neighbors sums to zero. The gradient is returned in the dtype of m.
+    """
+
+    def rounded(params, state, batch, key):
+        x = jax.tree.map(lambda m: m.astype(dtype) if is_floating(m) else m, params)
+        loss, grads, state = gradient(x, state, batch, key)
+        return loss, optax.tree.cast_like(grads, params), state
+
+    return rounded
 
 
 class Step(NamedTuple):

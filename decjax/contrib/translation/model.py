@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from decjax import noise, registry
 from decjax.models import layers
-from decjax.models.layers import Build, Dtype
+from decjax.models.layers import Build, Dtype, Remat
 from decjax.options import Count, Decay
 from decjax.typing import DType, PyTree
 
@@ -131,6 +131,7 @@ class Translator(registry.Part, kind="model", name="translator"):
         decoder: layers of the decoder.
         dropout: probability of setting a value to zero in training, in embeddings and in the output of each branch of a layer.
         dtype: the dtype in which layers compute, "float32" or "bfloat16".
+        remat: what the backward pass of a layer recomputes: "none", all but weight matmuls ("dots"), or all ("full").
     """
 
     vocabulary: Count = 4000
@@ -141,6 +142,7 @@ class Translator(registry.Part, kind="model", name="translator"):
     decoder: Count = 2
     dropout: Decay = 0.1
     dtype: Dtype = "float32"
+    remat: Remat = "dots"
 
     def __post_init__(self):
         layers.check_heads(self.width, self.heads)
@@ -224,7 +226,7 @@ class Translator(registry.Part, kind="model", name="translator"):
         """Scan the layers of the encoder (0) or decoder (1); `call(layer, x, drop)`."""
         bound, before = self._bound[which], 1 + self.encoder * which
 
-        @functools.partial(jax.checkpoint, prevent_cse=False, policy=layers.KEPT)
+        @functools.partial(layers.rematerialized, remat=self.remat)
         def through_layer(x, inputs):
             layer, number = inputs
             return call(bound(layer), x, self._drop(key, before + number)), None
