@@ -80,6 +80,8 @@ def main(argv: list[str]) -> int:
     compressed = {form.name for form in workload.compressed}
     uncompressed = [r for r in ranked if r.method.name not in compressed]
     terminal.print(plan.verdict(cluster, workload, uncompressed), markup=False)
+    if plan_model.is_config(FLAGS.model or ""):
+        terminal.print(plan_report.memory(plan_model.memory(FLAGS.model, FLAGS.fsdp), cluster), markup=False)
     for reason in refused.values():
         terminal.print("left out: " + reason, markup=False, style="dim")
     if FLAGS.table:

@@ -12,7 +12,9 @@ from decjax.options import Range
 from launch import command, config_file
 
 if TYPE_CHECKING:
-    from decjax import config
+    import ml_collections
+
+    from decjax import config, train
 
 T = TypeVar("T")
 
@@ -114,10 +116,22 @@ def size(text: str, fsdp: int | None = None) -> "config.Size":
     """Return the size of a config's run, with another number of devices per worker unless that is None."""
     from decjax import config  # It imports JAX, which takes seconds.
 
+    return config.size(_config(text, fsdp))
+
+
+def memory(text: str, fsdp: int | None = None) -> "train.DeviceMemory":
+    """Return the memory that a device needs for a config's run, with another number of devices per worker unless that is None."""
+    from decjax import config, train
+
+    chosen = _config(text, fsdp)
+    return train.predict_memory(config.resolve(chosen, config.SIMULATED_WORKERS * config.read(chosen).fsdp))
+
+
+def _config(text: str, fsdp: int | None) -> "ml_collections.ConfigDict":
     chosen = config_file.get_config(text)
     if fsdp:
         chosen.fsdp = fsdp
-    return config.size(chosen)
+    return chosen
 
 
 def transformer(text: str) -> layouts.Transformer:

@@ -1,5 +1,7 @@
 """Tables and figures of launch.plan."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from rich import console, table, text
 
@@ -7,10 +9,14 @@ from decjax import costmodel
 from decjax.costmodel import plan
 from launch import command
 
+if TYPE_CHECKING:
+    from decjax import train
+
 COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#999999", "#7A5195", "#8C564B", "#BCBD22")
 TIMELINE_WORKERS = 16  # that are legible
 SHARES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # message time ÷ compute time, of a decision table
 VARIATIONS = (0.0, 0.2, 0.5)
+LEAST = 1e-3  # share of the memory of a part that is printed
 _LEGEND = dict(loc="outside lower center", frameon=False, fontsize=8.5)
 
 
@@ -54,6 +60,23 @@ def ms(time_s: float) -> str:
     """Format a time in ms, with three digits."""
     ms = 1e3 * max(time_s, 0.0)
     return "0" if ms < 5e-4 else f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}"
+
+
+def memory(needed: "train.DeviceMemory", cluster: costmodel.Cluster) -> str:
+    """Return how much memory a device needs, and whether it has that much if the cluster says so."""
+    parts = {name: held for name, held in needed.held().items() if held > LEAST * needed.total}
+    lines = f"Memory per device: {_size(needed.total)} = " + " + ".join(f"{name} {_size(held)}" for name, held in parts.items())
+    device_bytes = cluster.memory_bytes and cluster.memory_bytes / cluster.devices_per_worker
+    if device_bytes and needed.total > device_bytes:
+        lines += (
+            f"\nA device has {_size(device_bytes)}, {needed.total / device_bytes:.3g} times too little: use a larger --fsdp, "
+            "smaller batches, more microbatches or model.remat=full"
+        )
+    return lines
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
 def decide(cluster: costmodel.Cluster, workload: costmodel.Workload, methods: list[costmodel.Method]) -> console.Group:

@@ -226,6 +226,7 @@ def test_workers_of_several_devices():
     )  # two neighbors, half of 260 MB each
     from_config = run(cluster, "--model=configs/lm.py:workers=8,fsdp=2", "--topologies=ring")
     assert "× 2 workers of 2 devices" in from_config.stdout and ",fsdp=2,order=awc" in from_config.stdout, from_config.stderr
+    assert "\nMemory per device: " in from_config.stdout and "too little" not in from_config.stdout
 
 
 SIZES = "depth=4,width=64,heads=4,vocabulary=256,context=64,batch=32"

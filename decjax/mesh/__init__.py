@@ -42,7 +42,7 @@ from decjax.mesh.tensor import (
     own_rows,
     tensor_size,
 )
-from decjax.mesh.workers import Workers, make_workers, one_by_one, simulated_workers
+from decjax.mesh.workers import Workers, described_workers, make_workers, one_by_one, simulated_workers
 
 __all__ = [
     "Axis",
@@ -56,6 +56,7 @@ __all__ = [
     "all_rows",
     "between_cpu_processes",
     "by_shard",
+    "described_workers",
     "divide",
     "each_device",
     "each_part",

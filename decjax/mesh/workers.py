@@ -26,14 +26,14 @@ class Workers:
     Attributes:
         num_workers: N, the number of workers.
         local_size: L, consecutive workers that share a node.
-        mesh: the device mesh; None if all workers are simulated on one device.
+        mesh: the device mesh, abstract for `described_workers`; None if all workers are simulated on one device.
         stages: S; stacked state is [N, ...], or [N, S, ...] if S > 1.
         divided: arrays that a tensor-parallel group divides, as pairs (suffix of the array's path, axis counted from the last).
     """
 
     num_workers: int
     local_size: int
-    mesh: jax.sharding.Mesh | None
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None
     stages: int = 1
     divided: tuple[tuple[str, int], ...] = ()
 
@@ -44,8 +44,13 @@ class Workers:
 
     @property
     def platform(self) -> str | None:
-        """Platform of the devices: "cpu", "gpu" or "tpu"; None if workers are simulated."""
-        return None if self.mesh is None else self.mesh.devices.flat[0].platform
+        """Platform of the devices: "cpu", "gpu" or "tpu"; None without devices."""
+        return self.mesh.devices.flat[0].platform if isinstance(self.mesh, jax.sharding.Mesh) else None
+
+    @property
+    def devices(self) -> list[Device]:
+        """The devices of the mesh, or the one that simulates all workers."""
+        return [*self.mesh.devices.flat] if isinstance(self.mesh, jax.sharding.Mesh) else jax.local_devices()[:1]
 
     @property
     def on_cpu(self) -> bool:
@@ -385,9 +390,8 @@ def make_workers(
     needed = num_workers * stages * tensor * devices_per_worker
     _refuse(_not_divisible(num_workers, local_size))
     _refuse(_not_placed(num_workers, stages, tensor, devices_per_worker, len(devices)))
-    shape, axes = (num_workers // local_size, local_size, stages, tensor), (NODE, LOCAL, STAGE, TENSOR)
+    axes, shape = zip(*_axes(num_workers, local_size, stages, tensor, devices_per_worker))
     if devices_per_worker > 1:
-        shape, axes = (*shape, devices_per_worker), (*axes, FSDP)
         devices, ordered = devices[:needed] if ordered else _by_network(devices, devices_per_worker)[:needed], True
         if not across_hosts:
             _refuse(_not_together(devices, devices_per_worker))
@@ -409,6 +413,27 @@ def simulated_workers(
     """Return workers as `make_workers` does with `simulate`, without starting JAX's devices, so that shapes can be traced before."""
     _refuse(_not_divisible(num_workers, local_size))
     return Workers(num_workers, local_size, None, stages, tuple(divided))
+
+
+def described_workers(
+    num_workers: int,
+    *,
+    local_size: int = 1,
+    devices_per_worker: int = 1,
+    stages: int = 1,
+    tensor: int = 1,
+    divided: Sequence[tuple[str, int]] = (),
+) -> Workers:
+    """Return workers as `make_workers` does, on devices that need not exist: functions can be traced, but not compiled."""
+    axes, shape = zip(*_axes(num_workers, local_size, stages, tensor, devices_per_worker))
+    described = jax.sharding.AbstractMesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    return Workers(num_workers, local_size, described, stages, tuple(divided))
+
+
+def _axes(num_workers: int, local_size: int, stages: int, tensor: int, fsdp: int) -> list[tuple[str, int]]:
+    """Return names and sizes of the axes of a mesh."""
+    sizes = {NODE: num_workers // local_size, LOCAL: local_size, STAGE: stages, TENSOR: tensor, FSDP: fsdp}
+    return [(name, size) for name, size in sizes.items() if name != FSDP or size > 1]
 
 
 def _refuse(problems: Iterator[str]) -> None:

@@ -117,6 +117,21 @@ def _flops(eqn: core.JaxprEqn) -> float:
     return max(inner, default=0.0) if name == "cond" else params.get("length", 1) * sum(inner)
 
 
+def received_bytes(program: core.Jaxpr) -> float:
+    """Return the bytes that the collectives of a program receive; of a conditional, those of the branch with most."""
+    total = 0.0
+    for eqn in program.eqns:
+        inner = [received_bytes(body) for body in core.jaxprs_in_params(eqn.params)]
+        is_message = eqn.primitive.name in COLLECTIVES
+        total += sum(map(num_bytes, eqn.outvars)) if is_message else max(inner, default=0.0)
+    return total
+
+
+def num_bytes(variable: core.Var) -> float:
+    """Return the bytes of a variable."""
+    return float(shape(variable).size * shape(variable).dtype.itemsize)
+
+
 # -- Interpretation ---------------------------------------------------------------------------------------------------
 
 

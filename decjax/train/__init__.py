@@ -6,6 +6,7 @@ members      the processes that train together: the same from start to end, or a
 step         the train step of one worker
 state        the training state of all workers
 engine       the compiled step: as one program, or with the exchange in a thread of its own
+memory       the memory that a device needs, predicted from a config
 divide       splits an update into what needs no message and what each message completes
 evaluate     evaluation of the averaged model and of each worker's model
 checkpoint   checkpoints with Orbax, written while training continues, and the search for the newest undamaged one
@@ -16,6 +17,7 @@ metrics      trackers of a run's metrics: metrics.jsonl, TensorBoard, Weights & 
 
 from decjax.errors import CheckpointError, ConfigError, Diverged, TrainingError
 from decjax.train.members import Members
+from decjax.train.memory import DeviceMemory, predict_memory
 from decjax.train.metrics import Tracker
 from decjax.train.run import Outcome, Run
 from decjax.train.state import State
@@ -24,6 +26,7 @@ from decjax.train.trainer import Trainer
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DeviceMemory",
     "Diverged",
     "Members",
     "Outcome",
@@ -32,4 +35,5 @@ __all__ = [
     "Tracker",
     "Trainer",
     "TrainingError",
+    "predict_memory",
 ]

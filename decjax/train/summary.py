@@ -86,7 +86,7 @@ def _protocol(spec: config.RunSpec) -> str:
 def title(setup: config.Setup) -> str:
     """Return a description of a run, such as "8 workers on 8 cpu devices, one_peer_exponential, 0.13 M parameters"."""
     workers = setup.workers
-    devices = jax.local_devices()[:1] if workers.mesh is None else [*workers.mesh.devices.flat]
+    devices = workers.devices
     params = jax.eval_shape(setup.task.init, jax.random.key(0))
     return (
         f"{_count(workers.num_workers, 'worker')} {'simulated ' if workers.simulated else ''}on "
