@@ -49,7 +49,7 @@ WATCHING = (
 OTHER = {
     "order": "atc", "form": "gather", "error": "ef21", "dtype": "bfloat16", "codec": "int4", "partition": "contiguous", "when": "always",
     "forward_error": "ef21", "backward": "int4", "forward": "int4", "topology": "torus", "storage": "int8", "wire_dtype": "bfloat16",
-    "mu_dtype": "bfloat16", "schedule": "gpipe", "gamma": 0.3, "layers": "1,3", "gate": 0.01,
+    "mu_dtype": "bfloat16", "param_dtype": "bfloat16", "schedule": "gpipe", "gamma": 0.3, "layers": "1,3", "gate": 0.01,
 }  # fmt: skip
 
 

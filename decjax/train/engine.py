@@ -32,6 +32,7 @@ from decjax.train.step import Step
 from decjax.typing import Jitted, PyTree
 
 PARTS = 8  # of a split exchange, at most; links are idle while the first is encoded and the last decoded
+MOST_WITHIN_WORKER = 16  # permutations between a worker's devices that are in flight at a time
 
 
 class Program(NamedTuple):
@@ -119,7 +120,9 @@ def early_exchange(platform: str | None, routes: list[tuple[str, str]]) -> dict[
     five (TPU), so that the others are sent after the backward pass.
     """
     if platform == "tpu":
-        return {"xla_tpu_use_aggressive_scheduling": True, "xla_max_concurrent_async_collective_permutes": max(1, len(routes))}
+        # Devices of a worker have permutations of their own in flight.
+        in_flight = len(routes) + MOST_WITHIN_WORKER
+        return {"xla_tpu_use_aggressive_scheduling": True, "xla_max_concurrent_async_collective_permutes": in_flight}
     if platform == "gpu":
         # Messages along one route are combined, since each message in flight needs a stream of its own.
         return {

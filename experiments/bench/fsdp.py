@@ -51,9 +51,10 @@ ROWS = (
     Row("2 × 4", "v5e:2x4", 2),
     Row("4 × 4", "v5e:4x4", 4),
     Row("8 × 4", "v5e:4x8", 8),
+    Row("8 × 4, v6e", "v6e:4x8", 8),
     Row("2 × 8, two slices", "v5e:2x4", 2, slices=2),
 )
-LARGE = Row("8 × 32, 1B", "v5e:16x16", 8, size="1B")
+LARGE = (Row("8 × 32, 1B", "v5e:16x16", 8, size="1B"), Row("8 × 32, 1B, v6e", "v6e:16x16", 8, size="1B"))
 SMALL = dict(vocabulary=4096, context=256, width=1024, hidden=2048, heads=8, kv_heads=8, depth=4, dtype="bfloat16", remat="full")
 
 
@@ -131,15 +132,15 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def main() -> None:
-    rows = script.choose((*ROWS, LARGE), FLAGS.row) if FLAGS.row else ROWS
+    rows = script.choose((*ROWS, *LARGE), FLAGS.row) if FLAGS.row else ROWS
     columns = ("workers × chips", "GiB", "gossip", "asynchronous", "meanwhile, %", "MB", "within", "slices", "lines", "s")
-    table = script.table(*columns, title="train steps for TPU v5e, per chip")
+    table = script.table(*columns, title="train steps for TPU v5e and v6e, per chip")
     for row in rows:
         table.add_row(*cells(row))
     script.show(table)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_multi_string("row", [], f"Row, of {'; '.join(row.name for row in (*ROWS, LARGE))}; none: all but the last.")
+    flags.DEFINE_multi_string("row", [], f"Row, of {'; '.join(row.name for row in (*ROWS, *LARGE))}; none: all but those of 1B.")
     script.selects("row")
     script.run(main, errors=(train.TrainingError, ValueError))
