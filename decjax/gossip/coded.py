@@ -190,7 +190,9 @@ class Exact(CodedGossip, name="exact"):
     requires = (requirements.DOUBLY_STOCHASTIC,)
 
     def layout(self, params: PyTree) -> buckets.Layout:
-        return super().layout(params) if self.codec else Gossip.layout(self, jax.eval_shape(self.channel.cast, params))
+        if self.codec:
+            return super().layout(params)
+        return Gossip.layout(self, jax.eval_shape(self.channel.cast, params) if self.channel.dtype else params)
 
     def init(self, params: PyTree) -> PyTree:
         return super().init(params) if self.codec else Gossip.init(self, params)
