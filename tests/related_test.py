@@ -7,6 +7,8 @@ import pytest
 from experiments import related, script
 from tests import commands
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.mark.parametrize("row", related.ROWS, ids=lambda row: row.name)
 def test_oracle_holds(row):
