@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from decjax.typing import PyTree
+from decjax.typing import DType, PyTree
 
 Array = jax.Array | jax.ShapeDtypeStruct
 
@@ -37,6 +37,11 @@ def in_float32(fn: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree
 def of_floating(fn: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
     """Map as `in_float32` does, with results rounded once, to the types of `tree`."""
     return jax.tree.map(lambda new, x: new.astype(x.dtype), in_float32(fn, tree, *rest), tree)
+
+
+def cast(tree: PyTree, dtype: DType) -> PyTree:
+    """Return a tree with its floating-point arrays in another type."""
+    return jax.tree.map(lambda x: x.astype(dtype) if is_floating(x) else x, tree)
 
 
 # Default size of a bucket. Small arrays are joined; joining large ones would cost copies and save hardly any latency.

@@ -60,7 +60,7 @@ class Channel:
 
     def cast(self, tree: PyTree) -> PyTree:
         """Return a tree as it travels uncompressed: its floating-point arrays in `dtype`."""
-        return jax.tree.map(lambda x: x.astype(self.dtype) if self.dtype and buckets.is_floating(x) else x, tree)
+        return buckets.cast(tree, self.dtype) if self.dtype else tree
 
     def key(self, count: jax.Array, group_size: int = 1) -> jax.Array:
         """Return this worker's random key in step `count`, a function of (seed, worker, count); each `group_size` workers share one.

@@ -314,7 +314,7 @@ def test_an_outer_step_rounds_bfloat16_parameters_once():
     x_NxP = jnp.asarray(np.broadcast_to(rng.uniform(1, 2, P), (N, P)), jnp.bfloat16)
     g_NxP = jnp.asarray(rng.uniform(0.1, 0.2, (N, P)), jnp.bfloat16)
     found_NxP, state = w.jit(step, (0, 0))(x_NxP, g_NxP)
-    change_NxP = np.asarray(x_NxP - (x_NxP - g_NxP), np.float64)  # what H local steps have changed, in 16 bits
+    change_NxP = np.asarray(x_NxP - (x_NxP - g_NxP), np.float64)  # of the parameters by a step, in 16 bits
     expected_P = np.asarray(x_NxP, np.float64)[0] - 0.7 * 1.9 * np.asarray(
         jnp.asarray(change_NxP.mean(axis=0), jnp.bfloat16), np.float64
     )

@@ -46,6 +46,13 @@ def text(executable: jax.stages.Compiled) -> str:
     return hlo
 
 
+def device_bytes(executable: jax.stages.Compiled) -> int:
+    """Return the memory that a device needs to run a compiled program, with arguments and results."""
+    if (held := executable.memory_analysis()) is None:
+        raise ValueError(f"the compiler of {jax.default_backend()!r} does not tell how much memory this program needs")
+    return held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes
+
+
 # -- Instructions -----------------------------------------------------------------------------------------------------
 
 

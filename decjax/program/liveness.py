@@ -1,4 +1,4 @@
-"""The memory that a program needs at a time besides its arguments, estimated from its jaxpr as a compiler would reserve it.
+"""The peak memory of a program without its arguments, estimated from its jaxpr as a compiler would reserve it.
 
 Equations run in the order of the jaxpr. A result is in memory from its equation to its last use, unless it is fused: results of
 elementwise operations whose users are all elementwise or reductions are recomputed by these users, which keep its inputs alive
@@ -59,7 +59,7 @@ def peak_bytes(
     num_results: int | None = None,
     num_constants: int | None = None,
 ) -> float:
-    """Return the bytes that a program needs at a time, besides its arguments.
+    """Return the peak memory of a program in bytes, without its arguments.
 
     Args:
         program: the jaxpr.

@@ -77,7 +77,7 @@ def predict_memory(spec: config.RunSpec) -> DeviceMemory:
     one, phases = divided.one_device(params), dict.fromkeys(method.phase(step) for step in range(min(spec.steps, STEPS)))
     phase = max(phases, key=lambda phase: method.num_bytes(one, phase).max())
     workers = layout()  # Programs are traced with one device per stage, which has its share of the batch.
-    step, state = Step(source.gradient, method, workers, spec.seed), state_on(workers)
+    step, state = Step.of(setup, workers), state_on(workers)
     sizes = (spec.workers, spec.pipeline.stages)[: workers.num_axes]
     examples = setup.task.examples(spec.batch_per_worker // spec.fsdp)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype), examples)

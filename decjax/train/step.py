@@ -13,8 +13,7 @@ from typing import NamedTuple
 import jax
 import optax
 
-from decjax import mesh
-from decjax.buckets import is_floating
+from decjax import buckets, config, mesh
 from decjax.optim.method import Method
 from decjax.train.state import State
 from decjax.typing import DType, PyTree
@@ -33,8 +32,7 @@ def at_rounded(gradient: Callable, dtype: DType) -> Callable:
     """
 
     def rounded(params, state, batch, key):
-        x = jax.tree.map(lambda m: m.astype(dtype) if is_floating(m) else m, params)
-        loss, grads, state = gradient(x, state, batch, key)
+        loss, grads, state = gradient(buckets.cast(params, dtype), state, batch, key)
         return loss, optax.tree.cast_like(grads, params), state
 
     return rounded
@@ -49,6 +47,13 @@ class Step(NamedTuple):
     method: Method
     workers: mesh.Workers
     seed: int  # keys are fold_in(fold_in(seed, worker), step)
+
+    @classmethod
+    def of(cls, setup: config.Setup, workers: mesh.Workers) -> "Step":
+        """Return the step of a run on these workers."""
+        gradient, dtype = setup.source.gradient, setup.spec.param_dtype
+        gradient = gradient if dtype == "float32" else at_rounded(gradient, dtype)
+        return cls(gradient, setup.method, workers, setup.spec.seed)
 
     def take_gradient(self, params: PyTree, source: PyTree, batch: PyTree, number: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
         """Return (loss, gradient, state of the gradient source) at step `number`."""

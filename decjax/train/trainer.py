@@ -19,7 +19,7 @@ from decjax.program import hlo
 from decjax.train import engine, evaluate, utilization
 from decjax.train import state as state_lib
 from decjax.train.state import State
-from decjax.train.step import Step, at_rounded
+from decjax.train.step import Step
 from decjax.typing import Device, Jitted, PyTree
 
 
@@ -38,10 +38,7 @@ class Trainer:
     def __init__(self, spec: config.RunSpec | config.Setup, devices: Sequence[Device] | None = None):
         self.setup = setup = spec if isinstance(spec, config.Setup) else spec.setup.place(devices)
         self.spec, self.method = setup.spec, setup.method
-        gradient = setup.source.gradient
-        if setup.spec.param_dtype != "float32":
-            gradient = at_rounded(gradient, setup.spec.param_dtype)
-        self.step_parts = Step(gradient, setup.method, setup.workers, setup.spec.seed)
+        self.step_parts = Step.of(setup, setup.workers)
         with config_errors():
             self.program_of = engine.compile_per_phase(self.step_parts, setup.spec.engine)
         self._between_steps = setup.method.between_steps and setup.method.between_steps(setup.workers)

@@ -24,6 +24,7 @@ from configs import llama
 from decjax import config as parts
 from decjax import files, registry, train
 from decjax.errors import OutOfMemory, translating_out_of_memory
+from decjax.program import hlo
 from decjax.tasks import shards, sources
 from decjax.train import engine, utilization
 from decjax.typing import PyTree
@@ -114,10 +115,8 @@ def step(size: str, shorthand: str, scale: Scale) -> Numbers:
         times_s.append((time.perf_counter() - start_s) / scale.steps)
     step_s, peak = statistics.median(times_s[1:]), utilization.peak_flops(jax.devices()[0])
     tokens = trainer.spec.batch_size * trainer.setup.task.items
-    memory = program.executables[0].memory_analysis()
-    assert memory is not None  # The compilers of CPUs and GPUs know it.
-    used = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-    return {"step_s": step_s, "tokens": tokens, "mfu": trainer.model_flops / (step_s * peak) if peak else None, "gib": used / 2**30}
+    mfu, used = trainer.model_flops / (step_s * peak) if peak else None, hlo.device_bytes(program.executables[0])
+    return {"step_s": step_s, "tokens": tokens, "mfu": mfu, "gib": used / 2**30}
 
 
 class Update:
